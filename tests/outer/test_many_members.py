@@ -1,14 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
 """Many members of an elastic run at an address: what they wait for does not grow with them, and nothing gets lost."""
 
+import itertools
 import time
 
 import pytest
 
-from farflung.address.member_store import MemberStore, Record
+from farflung.address.member_store import DONE, LauncherNotes, MemberStore, Record, encode
+from farflung.address.object_group import ObjectTransport
+from farflung.base.errors import RankFailure
 from farflung.base.events import Kind
+from farflung.members.elastic import Elastic
+from tests.memory_bucket import MemoryBoard, memory_board
 from tests.outer.storm import STOPS, Storm, storm
-from tests.outer.test_elastic_laws import Members, settled
+from tests.outer.test_elastic_laws import Members, needs, settled
 from tests.virtual_time import virtual_time
 
 ROUND_S = 30.0
@@ -89,6 +94,30 @@ def test_one_that_waits_for_admission_asks_of_one_member_whether_it_lives():
         time.sleep(20.0)
         assert run.board.counts["read"] < 20 * 25, run.board.counts
         run.finish()
+
+
+def test_nobody_begins_without_one_whose_work_is_done_whenever_that_is_recorded(monkeypatch):
+    ask = MemoryBoard.ask
+    with virtual_time():
+        for instant in range(40):
+            board = memory_board()
+            transport, notes = ObjectTransport(board, "memory"), LauncherNotes(board)
+            last, left_out = notes.enroll("the last one"), notes.enroll("left out before")
+            record = Record(2, last, (last,), lost={left_out: "it was late"}, began=1)
+            MemberStore(board.part("loop1")).board.put("generation/2", encode(record))
+            member = Elastic(transport, left_out, grace_s=4.0)
+            num_requests = itertools.count()
+
+            def counted(board, *args, instant=instant, last=last, notes=notes, num_requests=num_requests):
+                if next(num_requests) == instant:
+                    notes.leave_loop("loop1", last, DONE)
+                return ask(board, *args)
+
+            with monkeypatch.context() as patch:
+                patch.setattr(MemoryBoard, "ask", counted)
+                with pytest.raises(RankFailure, match="The run has ended"):
+                    member._admission.ask(True, "{}", needs())
+        assert next(num_requests) > instant  # all of its looks, and more than one of them, were tried
 
 
 @pytest.mark.long

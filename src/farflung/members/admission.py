@@ -102,14 +102,6 @@ class Admission:
         """
         heartbeats, ask_each = self._peers.heartbeats, self._notes.board.map
         came_back = {member for member, last in askers if last >= record.number} | {self._member}
-        have_left = self._notes.have_left(self._peers.loop)
-        if any(self._notes.is_done_with(one, self._peers.loop) for one in record.ids if one in have_left):
-            self.is_over = True
-            self._notes.put("left", self._member, LATE)
-            are_gone = all(self._notes.get("gone", one) or heartbeats.unheard(one) for one in record.ids)
-            if are_gone and not all(self._notes.why_left(one) for one in record.ids):
-                raise RankFailure(_ENDED_LATER, Cause.FAULT)
-            raise RankFailure(_RUN_ENDED, Cause.RUN_ENDED)
         begins = record.is_fresh and waited_s < self._peers.grace_s
 
         def why_missing(one: int) -> str | None:
@@ -121,12 +113,26 @@ class Admission:
 
         there, holders = [one for one in record.ids if one not in came_back], dict[int, str]()
         for some in (there[:1], there[1:]):
-            holders |= {one: why for one, why in zip(some, ask_each(why_missing, some), strict=True) if why is not None}
-            if not all(holders.values()):  # the first one lives, as a rule
-                return holders
+            if all(holders.values()):  # the first one lives, as a rule
+                found = zip(some, ask_each(why_missing, some), strict=True)
+                holders |= {one: why for one, why in found if why is not None}
+        self._check_over(record)  # after the looks above: one whose work is done in between had not ended there
+        if not all(holders.values()):
+            return holders
         with_state = [ask.member for ask in self._members.asks().values() if ask.has_state]
         unheard = zip(with_state, ask_each(why_unheard, with_state), strict=True)
         return holders | {one: why for one, why in unheard if why}
+
+    def _check_over(self, record: Record) -> None:
+        """Raise RankFailure if a member of the last generation has done its work: nothing is left to join."""
+        unheard, have_left = self._peers.heartbeats.unheard, self._notes.have_left(self._peers.loop)
+        if any(self._notes.is_done_with(one, self._peers.loop) for one in record.ids if one in have_left):
+            self.is_over = True
+            self._notes.put("left", self._member, LATE)
+            are_gone = all(self._notes.get("gone", one) or unheard(one) for one in record.ids)
+            if are_gone and not all(self._notes.why_left(one) for one in record.ids):
+                raise RankFailure(_ENDED_LATER, Cause.FAULT)
+            raise RankFailure(_RUN_ENDED, Cause.RUN_ENDED)
 
     def _begin(self, record: Record | None, asks: Mapping[str, Ask], waited_s: float) -> str:
         """Make a generation of those that ask, as soon as there are enough: no other replica holds a trained state.
