@@ -135,7 +135,7 @@ class Objects:
 
 class Handler(BaseHTTPRequestHandler):
     protocol_version, disable_nagle_algorithm, wbufsize = "HTTP/1.1", True, -1
-    objects, counts, number = Objects(), Counter(), 0
+    objects, counts, number, sent = Objects(), Counter(), 0, Counter()
     manners = Manners()
     timeout = 60
 
@@ -293,6 +293,7 @@ class Handler(BaseHTTPRequestHandler):
         if status != 204:
             self.send_header("Content-Length", str(len(content)))
         self.end_headers()
+        Handler.sent["bytes"] += len(content)
         self.wfile.write(b"" if self.command == "HEAD" else content)
 
     def control(self):
@@ -302,7 +303,7 @@ class Handler(BaseHTTPRequestHandler):
                 for pattern in rows.pop("vanish", []):
                     self.objects.expire(0.0, pattern)
                 Handler.manners = Manners(**rows)
-            self.answer(200, json.dumps(self.counts).encode())
+            self.answer(200, json.dumps([self.counts, self.sent["bytes"]]).encode())
 
 
 class Edge(BaseHTTPRequestHandler):
@@ -371,7 +372,10 @@ class S3Server:
         self._ask(json.dumps(manners or {"seed": 0}).encode())
 
     def counts(self):
-        return json.loads(self._ask())
+        return json.loads(self._ask())[0]
+
+    def bytes_sent(self):
+        return json.loads(self._ask())[1]
 
     def _ask(self, content=None):
         with urlopen(Request(self._url + _CONTROL, content, method="GET" if content is None else "PUT")) as answer:

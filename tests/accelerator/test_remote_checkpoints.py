@@ -8,13 +8,17 @@ import tempfile
 from pathlib import Path
 
 import pytest
+import torch
+from torch import nn
 
 from farflung import Accelerator
 from farflung.address.schemes import objects_at
 from farflung.base.checks import Address
 from farflung.base.errors import CheckpointError, ConfigError
 from farflung.checkpoint.checkpoint import Checkpoint
+from farflung.config.sharding import FullyShardedDataParallelPlugin
 from farflung.launch.codes import REQUEUE
+from farflung.state import AcceleratorState
 from farflung.testing.ranks import run_ranks
 from tests.accelerator.conftest import on_ranks
 from tests.accelerator.test_checkpoints import Training, resumes
@@ -113,6 +117,65 @@ def test_each_machine_sends_what_its_ranks_have_and_fetches_what_they_need(bucke
     run_ranks(on_two_machines, 2, bucket, tmp_path / "kept", True)
     for rank in range(2):
         assert Weight().load(tmp_path / "kept" / str(rank) / "copies" / "kept") == 1
+
+
+class Rows(nn.Module):
+    """8 MB of weights, which Adam keeps three times."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.arange(2.0**21).view(2**11, 2**10))
+
+    def forward(self, x):
+        return (self.weight * x).sum()
+
+
+def trained_rows(number, load=""):
+    AcceleratorState._reset_state(reset_partial_state=False)
+    accelerator = Accelerator(cpu=True, fsdp_plugin=FullyShardedDataParallelPlugin(fsdp_version=2))
+    model = Rows()
+    model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters(), 0.01))
+    if load:
+        accelerator.load_state(load)
+    for _ in range(number):
+        accelerator.backward(model(torch.tensor(1.0)))
+        optimizer.step()
+        optimizer.zero_grad()
+    return accelerator, model
+
+
+def of_other_layout(place, folder, expected):
+    rank = int(os.environ["RANK"])
+    os.environ |= {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
+    tempfile.tempdir = str(folder / str(rank))
+    Path(tempfile.tempdir).mkdir()
+    accelerator, model = trained_rows(1, load=place / "x")
+    assert torch.equal(accelerator.get_state_dict(model).get("weight", expected), expected)
+
+
+def save_rows(place):
+    accelerator, _ = trained_rows(1)
+    accelerator.save_state(place / "x")
+
+
+def test_of_shards_each_machine_fetches_the_blocks_that_its_ranks_read(place, s3, tmp_path):
+    run_ranks(save_rows, 2, place)
+    accelerator, model = trained_rows(2)
+    whole = accelerator.get_state_dict(model)["weight"]
+    before = s3.bytes_sent()
+    run_ranks(of_other_layout, 4, place, tmp_path, whole)
+    assert s3.bytes_sent() - before < 2.5 * 3 * whole.nbytes  # and not four times
+
+
+def test_a_block_of_shards_that_was_damaged_is_named(place, tmp_path):
+    run_ranks(save_rows, 2, place)
+    name = next(name for name in names_at(place) if name.endswith(".distcp"))
+    board = objects_at(place)
+    content = bytearray(board.read_name(name, lambda file, _: file.read()))
+    content[5 * 2**20] ^= 1
+    board.write_name(name, [bytes(content)], is_new=False)
+    with pytest.raises(CheckpointError, match=r"distcp is damaged in its block 1"):
+        trained_rows(0, load=place / "x")
 
 
 def write_notes(where, rank):

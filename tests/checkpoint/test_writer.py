@@ -22,7 +22,7 @@ _BLOCK = 4096
 
 @pytest.fixture(autouse=True)
 def small_blocks(monkeypatch):
-    monkeypatch.setattr(writer, "_BLOCK", _BLOCK)
+    monkeypatch.setattr(writer, "BLOCK", _BLOCK)
 
 
 def ways(monkeypatch, way):

@@ -24,7 +24,7 @@ from farflung.base.optional import installed_version
 from farflung.checkpoint import atomic, paths
 from farflung.checkpoint.checkpoint import Checkpoint, newest, resolve
 from farflung.checkpoint.manager import Busy, CheckpointGroup, CheckpointSaver, SaveRequest
-from farflung.checkpoint.remote import RemoteCheckpoints, numbers_in
+from farflung.checkpoint.remote import LazyFiles, RemoteCheckpoints, numbers_in
 from farflung.comm.exchange import Exchange
 from farflung.comm.group import SoloGroup
 from farflung.comm.matching import Made, match
@@ -235,6 +235,7 @@ class Checkpointer:
         self.saver.settle()
         with ThreadPoolExecutor(1, "farflung verifier") as background, ExitStack() as fetched:
             verification: Future[Checkpoint] | None = None
+            is_lazy = not run.load_hooks  # which may read files themselves
 
             def choose() -> Checkpoint | None:
                 nonlocal verification
@@ -244,7 +245,7 @@ class Checkpointer:
                 if isinstance(folder, Address):
                     keep, is_main, is_series = self._keep_local, run.world.is_main, series is not None
                     there: Checkpoint = _explained(
-                        lambda at: at.newest(fetched, keep, is_main, is_series), RemoteCheckpoints(folder)
+                        lambda at: at.newest(fetched, keep, is_main, is_series, is_lazy), RemoteCheckpoints(folder)
                     )
                     return there
                 if has_several or series is not None:
@@ -252,7 +253,7 @@ class Checkpointer:
                 found: Checkpoint = _explained(Checkpoint.open, folder)
                 look = partial(Checkpoint.verify, is_shown=run.world.is_main)
                 verification = background.submit(_explained, look, found)  # while the files are read
-                if run.load_hooks:  # they may read them themselves, and change the models
+                if not is_lazy:  # they may change the models, too
                     verification.result()
                 return found
 
@@ -263,7 +264,7 @@ class Checkpointer:
 
             chosen: Checkpoint = group.agree(doing, choose)[group.leader]
             if chosen.origin:
-                chosen = self._on_this_machine(group, doing, chosen, fetched)
+                chosen = self._on_this_machine(group, doing, chosen, fetched, is_lazy)
             source = Loading(chosen, run.world.rank, run.world.size, strict, self._ranks_here)
             table.load(run, group, doing, source, verify)
         named = chosen.folder.parent.resolve() / chosen.folder.name  # which may be a link, as `latest` may
@@ -275,7 +276,9 @@ class Checkpointer:
             self._project.iteration = max([self._project.iteration, *(1 + number for number in taken)])
         self._report(source, made)
 
-    def _on_this_machine(self, group: CheckpointGroup, doing: str, chosen: Checkpoint, stack: ExitStack) -> Checkpoint:
+    def _on_this_machine(
+        self, group: CheckpointGroup, doing: str, chosen: Checkpoint, stack: ExitStack, is_lazy: bool
+    ) -> Checkpoint:
         """Fetch the checkpoint that the leader has chosen, by one rank of each machine; a collective."""
         world, exchange = self._run.world, group.exchange
         first = world.rank - world.local_rank if exchange.size > 1 else group.leader
@@ -283,10 +286,12 @@ class Checkpointer:
         def fetch() -> Checkpoint:
             if exchange.rank != first or group.leads:
                 return chosen
-            return RemoteCheckpoints(Address(chosen.origin)).fetch(chosen.save, stack, self._keep_local)
+            return RemoteCheckpoints(Address(chosen.origin)).fetch(
+                chosen.save, stack, self._keep_local, is_lazy=is_lazy
+            )
 
         found: Checkpoint = group.agree(doing, fetch)[first]
-        return replace(found, passed=chosen.passed)
+        return replace(found, passed=chosen.passed, fetch=LazyFiles(found))
 
     @property
     def _ranks_here(self) -> range | None:

@@ -5,12 +5,12 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeAlias
 
 from farflung.base.bars import Bar, bar
 from farflung.base.checks import Address, check_place
@@ -23,6 +23,8 @@ from farflung.checkpoint.reader import read_torch
 _NUMBER = re.compile(r"^(.*?)(\d+)$")
 _READERS = 4  # files that are read at a time
 
+Fetch: TypeAlias = Callable[[Path, Iterable[tuple[int, int]]], None]  # of spans of a file, as start and length
+
 
 @dataclass(frozen=True)
 class Checkpoint:
@@ -33,6 +35,8 @@ class Checkpoint:
     passed: tuple[str, ...] = ()  # why newer ones were not taken
     origin: str = ""  # the address that it was fetched from
     save: str = ""  # below which key there
+    lazy: frozenset[str] = frozenset()  # files of which nothing is here but what `fetch` has fetched
+    fetch: Fetch | None = None
 
     @classmethod
     def open(cls, folder: Path) -> Checkpoint:
@@ -80,7 +84,7 @@ class Checkpoint:
             sums = sums_of(self.folder / name, shown)
         except OSError as error:
             return f"{name} can't be read ({error.strerror})"
-        if sums == written:
+        if sums == written[:2]:
             return None
         return f"{name} is damaged: its checksum is {sums[1]:08x}, but {written.crc32:08x} was written"
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import zlib
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -13,7 +14,7 @@ from farflung.base.errors import CheckpointError
 from farflung.checkpoint import paths
 from farflung.checkpoint.files import inside, is_file
 from farflung.checkpoint.reader import damage_as
-from farflung.checkpoint.writer import FileWriter
+from farflung.checkpoint.writer import BLOCK, FileWriter
 
 _FORMAT = 1
 
@@ -23,6 +24,7 @@ class FileRecord(NamedTuple):
 
     num_bytes: int
     crc32: int
+    blocks: tuple[int, ...] = ()  # the checksums of its blocks of `BLOCK` bytes, so that each can be fetched alone
 
 
 @dataclass(frozen=True)
@@ -49,7 +51,7 @@ class Manifest:
 
     def write(self, path: Path) -> None:
         """Write the manifest, the last file of a checkpoint, and wait for the disk."""
-        files = {n: {"bytes": e.num_bytes, "crc32": f"{e.crc32:08x}"} for n, e in sorted(self.files.items())}
+        files = {name: _row(record) for name, record in sorted(self.files.items())}
         content = {"format": _FORMAT, **asdict(self), "files": files}
         with FileWriter(path) as file:
             file.write(json.dumps({**content, "crc32": _digest(content)}, indent=1).encode() + b"\n")
@@ -68,13 +70,25 @@ class Manifest:
             number = content.pop("format")
             if number != _FORMAT:
                 raise CheckpointError(f"{path} has format {number}; this version of Farflung reads format {_FORMAT}.")
-            files = {n: FileRecord(int(e["bytes"]), int(e["crc32"], 16)) for n, e in content.pop("files").items()}
+            files = {name: _record(row) for name, row in content.pop("files").items()}
             manifest = cls(files=files, **content)
             if not all(steps is None or type(steps) is int for steps in manifest.optimizer_steps or ()):
                 raise ValueError(f"optimizer_steps is {manifest.optimizer_steps}")
         for name in files:
             inside(name)
         return manifest
+
+
+def _row(record: FileRecord) -> dict[str, Any]:
+    blocks = {"blocks": [f"{crc32:08x}" for crc32 in record.blocks]} if record.blocks else {}
+    return {"bytes": record.num_bytes, "crc32": f"{record.crc32:08x}", **blocks}
+
+
+def _record(row: Mapping[str, Any]) -> FileRecord:
+    num_bytes, blocks = int(row["bytes"]), tuple(int(crc32, 16) for crc32 in row.get("blocks", ()))
+    if blocks and len(blocks) != -(-num_bytes // BLOCK):
+        raise ValueError(f"{num_bytes} bytes have no {len(blocks)} blocks")
+    return FileRecord(num_bytes, int(row["crc32"], 16), blocks)
 
 
 def names_of(folder: Path) -> set[str]:

@@ -18,12 +18,13 @@ import tempfile
 import time
 import warnings
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from io import BufferedReader
 from pathlib import Path
+from typing import TypeVar
 
 from farflung.address.objects import FileParts, ObjectBoard, try_out
 from farflung.address.schemes import objects_at
@@ -33,9 +34,12 @@ from farflung.base.errors import CheckpointError, Unreachable
 from farflung.checkpoint import atomic, paths
 from farflung.checkpoint.atomic import StagedDir
 from farflung.checkpoint.checkpoint import Checkpoint, in_order
-from farflung.checkpoint.manifest import Manifest
-from farflung.checkpoint.writer import FileWriter
+from farflung.checkpoint.manifest import FileRecord, Manifest
+from farflung.checkpoint.writer import BLOCK, FileWriter
+from farflung.comm.checksum import crc32
 from farflung.comm.threads import side_by_side
+
+_T = TypeVar("_T")
 
 _SAVE = re.compile(r"(\d{4,})-[0-9a-f]{8}")  # the folder of one save
 _OWN = re.compile(rf"({_SAVE.pattern}/).+")  # what a later save may remove: of one checkpoint, and of numbered ones
@@ -43,6 +47,7 @@ _NUMBERED = re.compile(rf"({paths.PREFIX}\d+/{_SAVE.pattern}/).+")
 _RETRIES = 8  # of a request, within some seconds; then all of the file, as long as the store may be silent
 _AT_ONCE = 3  # files
 _BLOCK = 2**20  # bytes that are fetched at a time, to be checked
+_BLOCKS = 8  # of a file that ranks read in parts, in one request at most
 _SCRATCH, _YOUNG_S = "farflung-checkpoint-", 60.0  # of temporary folders; its process may be about to lock it
 
 
@@ -209,11 +214,14 @@ class RemoteCheckpoints:
         assert found is not None
         return found
 
-    def fetch(self, save: str, stack: ExitStack, keep_local: Path | None, is_shown: bool = False) -> Checkpoint:
+    def fetch(
+        self, save: str, stack: ExitStack, keep_local: Path | None, is_shown: bool = False, is_lazy: bool = False
+    ) -> Checkpoint:
         """Fetch a checkpoint, every byte checked: to a folder in `keep_local` that may have it, or to a temporary one.
 
         Args:
             stack: for as long as it is open the folder is there.
+            is_lazy: leave what shards are in to `LazyFiles`, unless a copy is kept.
 
         Raises:
             CheckpointError: a file is missing or not what was written, or the bucket gives no answer.
@@ -228,23 +236,40 @@ class RemoteCheckpoints:
             staged = StagedDir(keep_local / address.name, secrets.token_hex(4))
         staged.begin()
         stack.callback(staged.discard)
-        with bar(f"Fetching {address.name}", manifest.num_bytes, is_shown) as shown:
-            acts = [partial(self._fetch_whole, save, file, staged.folder, manifest, shown) for file in manifest.files]
+        is_lazy &= keep_local is None
+        lazy = {file for file, record in manifest.files.items() if is_lazy and len(record.blocks) > 1}
+        sizes = {file: record.num_bytes for file, record in manifest.files.items()}
+        with bar(f"Fetching {address.name}", sum(sizes[file] for file in sizes.keys() - lazy), is_shown) as shown:
+            for file in sizes:
+                (staged.folder / file).parent.mkdir(parents=True, exist_ok=True)
+            for file in lazy:
+                (staged.folder / file).touch()
+                os.truncate(staged.folder / file, sizes[file])
+            acts = [
+                partial(self._fetch_whole, save, file, staged.folder, manifest, shown) for file in sizes.keys() - lazy
+            ]
             side_by_side(acts, _AT_ONCE)
         manifest.write(staged.folder / paths.MANIFEST)
         if keep_local is not None:
             staged.commit()
         found = Checkpoint.open(staged.folder if keep_local is None else staged.target)
-        return replace(found, origin=address, save=within)
+        return replace(found, origin=address, save=within, lazy=frozenset(lazy))
 
-    def newest(self, stack: ExitStack, keep_local: Path | None, is_shown: bool, is_series: bool = False) -> Checkpoint:
+    def newest(
+        self,
+        stack: ExitStack,
+        keep_local: Path | None,
+        is_shown: bool,
+        is_series: bool = False,
+        is_lazy: bool = False,
+    ) -> Checkpoint:
         """Fetch the checkpoint that is here, or the newest of several that is whole, as `fetch` does."""
         saves, has_several = self.candidates(is_series=is_series)
         passed: list[str] = []
         for save in saves:
             try:
                 with ExitStack() as meanwhile:
-                    found = self.fetch(save, meanwhile, keep_local, is_shown)
+                    found = self.fetch(save, meanwhile, keep_local, is_shown, is_lazy)
                     stack.push(meanwhile.pop_all())
                     return replace(found, passed=tuple(passed))
             except CheckpointError as error:
@@ -255,40 +280,84 @@ class RemoteCheckpoints:
         raise CheckpointError(f"There is no complete checkpoint at {self.address}.{reasons}")
 
     def _fetch_whole(self, save: str, name: str, folder: Path, manifest: Manifest, shown: Bar) -> None:
-        path = folder / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        found = self._fetch(save + name, path, shown)
-        if found != manifest.files[name]:
-            num_bytes, crc32 = manifest.files[name]
+        found = self._fetch(save + name, folder / name, shown)
+        num_bytes, written, _ = manifest.files[name]
+        if found != (num_bytes, written):
             raise CheckpointError(
                 f"{self.address}/{save}{name} is damaged: it has {found[0]} bytes and the checksum {found[1]:08x}, but "
-                f"{num_bytes} bytes and {crc32:08x} were written."
+                f"{num_bytes} bytes and {written:08x} were written."
             )
 
     def _fetch(self, key: str, path: Path, shown: Bar | None) -> tuple[int, int]:
         """Fetch an object to a file, and return its size and its checksum."""
 
         def take(file: BufferedReader, size: int) -> tuple[int, int]:
-            try:
-                with FileWriter(path, bar=shown) as writer:
-                    while block := file.read(_BLOCK):
-                        writer.write(block)
-            except FileNotFoundError:  # what the store says
-                raise
-            except OSError as error:  # for which the store is not to be asked again
-                raise CheckpointError(
-                    f"{path} can't be written ({error.strerror}). Set TMPDIR, or keep_local in the "
-                    "ProjectConfiguration, to a folder with room for the checkpoint."
-                ) from error
+            with _writing(path), FileWriter(path, bar=shown) as writer:
+                while block := file.read(_BLOCK):
+                    writer.write(block)
             if writer.num_bytes != size:
                 raise OSError(f"{key} ended after {writer.num_bytes} of {size} bytes")
             return writer.num_bytes, writer.crc32
 
+        return self._read(key, take)
+
+    def fetch_blocks(self, key: str, path: Path, record: FileRecord, numbers: range) -> None:
+        """Fetch some blocks of an object, each checked, to their places in a file."""
+        start, end = numbers.start * BLOCK, min(numbers.stop * BLOCK, record.num_bytes)
+
+        def take(file: BufferedReader, _: int) -> bool:
+            with _writing(path), open(path, "r+b", buffering=0) as target:
+                for number in numbers:
+                    block = file.read(min(BLOCK, end - number * BLOCK))
+                    if crc32(block) != record.blocks[number]:
+                        raise CheckpointError(f"{self.address}/{key} is damaged in its block {number}.")
+                    os.pwrite(target.fileno(), block, number * BLOCK)
+            return True
+
+        self._read(key, take, (start, end - start))
+
+    def _read(self, key: str, take: Callable[[BufferedReader, int], _T], span: tuple[int, int] | None = None) -> _T:
         with self._asked() as board:
-            found = board.read_name(key, take)
+            found = board.read_name(key, take, span)
         if found is None:
             raise CheckpointError(f"{self.address}/{key} is missing: it was removed, or a newer save has replaced it.")
         return found
+
+
+@contextmanager
+def _writing(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except FileNotFoundError:  # what the store says
+        raise
+    except OSError as error:  # for which the store is not to be asked again
+        raise CheckpointError(
+            f"{path} can't be written ({error.strerror}). Set TMPDIR, or keep_local in the ProjectConfiguration, to a "
+            "folder with room for the checkpoint."
+        ) from error
+
+
+class LazyFiles:
+    """Fetches what is read next of a checkpoint's `lazy` files to this rank's machine, in blocks."""
+
+    def __init__(self, checkpoint: Checkpoint) -> None:
+        self._checkpoint, self._remote = checkpoint, RemoteCheckpoints(Address(checkpoint.origin))
+        self._there = defaultdict[str, set[int]](set)
+
+    def __call__(self, path: Path, spans: Iterable[tuple[int, int]]) -> None:
+        name, manifest = path.relative_to(self._checkpoint.folder).as_posix(), self._checkpoint.manifest
+        if manifest is None or name not in self._checkpoint.lazy:
+            return
+        wanted = {n for start, length in spans for n in range(start // BLOCK, -(-(start + length) // BLOCK))}
+        runs = list[range]()
+        for number in sorted(wanted - self._there[name]):
+            if runs and runs[-1].stop == number and len(runs[-1]) < _BLOCKS:
+                runs[-1] = range(runs[-1].start, number + 1)
+            else:
+                runs.append(range(number, number + 1))
+        key, record = self._checkpoint.save + name, manifest.files[name]
+        side_by_side([partial(self._remote.fetch_blocks, key, path, record, run) for run in runs], _AT_ONCE)
+        self._there[name] |= wanted
 
 
 def _copy_in(folder: Path, manifest: Manifest) -> Checkpoint | None:

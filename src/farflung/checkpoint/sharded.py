@@ -15,6 +15,7 @@ import io
 import os
 import pickle
 import shutil
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -25,7 +26,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
-from torch.distributed.checkpoint.filesystem import FileSystem, FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.filesystem import DEFAULT_SUFFIX, FileSystem, FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.metadata import (
     BytesStorageMetadata,
     ChunkStorageMetadata,
@@ -40,6 +41,7 @@ from torch.distributed.checkpoint.planner import LoadPlan, ReadItem, SavePlan, W
 from farflung.base.bars import Bar, bar
 from farflung.base.errors import CheckpointError, ConfigError
 from farflung.checkpoint import paths
+from farflung.checkpoint.checkpoint import Fetch
 from farflung.checkpoint.entries import Entry
 from farflung.checkpoint.files import inside, is_file
 from farflung.checkpoint.manifest import FileRecord
@@ -160,9 +162,10 @@ class _Files(FileSystem):
     @contextmanager
     def create_stream(self, path: Path_, mode: str) -> Iterator[Any]:
         assert mode == "wb"
-        with FileWriter(path, self._threaded, self._bar) as writer:
+        name, blocks = Path(path).name, list[int]()
+        with FileWriter(path, self._threaded, self._bar, blocks if name.endswith(DEFAULT_SUFFIX) else None) as writer:
             yield writer
-        self.records[Path(path).name] = FileRecord(writer.num_bytes, writer.crc32)
+        self.records[name] = FileRecord(writer.num_bytes, writer.crc32, tuple(blocks))
 
     def rename(self, path: Path_, new_path: Path_) -> None:
         super().rename(path, new_path)
@@ -182,10 +185,14 @@ class _Writer(FileSystemWriter):
 
 
 class ShardReader:
-    """A folder that DCP wrote, open for reading, if its `.metadata` describes a state. Ranks exchange nothing."""
+    """A folder that DCP wrote, open for reading, if its `.metadata` describes a state. Ranks exchange nothing.
 
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
+    Args:
+        fetch: called with a file and the spans of it, as start and length, that are read next; see `LazyFiles`.
+    """
+
+    def __init__(self, folder: Path, fetch: Fetch | None = None) -> None:
+        self.folder, self._fetch = folder, fetch
         self._metadata = read_metadata(folder)
         stored = self._metadata.state_dict_metadata
         self.paths: dict[str, tuple[Any, ...]] = self._metadata.planner_data
@@ -212,9 +219,14 @@ class ShardReader:
             reader.set_up_storage_reader(self._metadata, False)
             plan = planner.create_local_plan()
             planner.check(plan)
-            for name in {self._metadata.storage_data[item.storage_index].relative_path for item in plan.items}:
+            spans = defaultdict[str, list[tuple[int, int]]](list)
+            for place in (self._metadata.storage_data[item.storage_index] for item in plan.items):
+                spans[place.relative_path].append((place.offset, place.length))
+            for name, some in spans.items():
                 if not is_file(self.folder / name):
                     raise CheckpointError(f"{self.folder} lacks the file {name}.")
+                if self._fetch is not None:
+                    self._fetch(self.folder / name, some)
             reader.read_data(plan, planner).wait()
         return planner.found
 

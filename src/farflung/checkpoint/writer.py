@@ -30,7 +30,8 @@ from farflung.comm.tensor_memory import host_bytes, memory_of
 
 _logger = logging.getLogger("farflung.utils.other")
 
-_BLOCK = 4 * 2**20  # bytes at a time; small enough to stay in a processor's cache between the disk and the checksum
+# Bytes at a time, as manifests count blocks; small enough to stay in a processor's cache between disk and checksum.
+BLOCK = 4 * 2**20
 _BLOCKS = 3  # of a file that is written: one is filled, one is on its way, one waits
 
 # safetensors' words for torch's types (https://github.com/huggingface/safetensors, "Format").
@@ -48,14 +49,20 @@ class FileWriter:
     What fills a block of memory is written by a thread while the next block is filled, and past the system's cache
     if the file system has a way (`O_DIRECT`): nobody reads a checkpoint soon, it would push out what is read, and
     finding memory for a copy of it and waiting for the disk at the end takes longer than the disk alone. `threaded` is
-    False if no thread may start any more. `bar` counts what was taken.
+    False if no thread may start any more. `bar` counts what was taken. `blocks` gets the checksum of each block too.
     """
 
-    def __init__(self, path: str | os.PathLike[str], threaded: bool = True, bar: Bar | None = None) -> None:
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        threaded: bool = True,
+        bar: Bar | None = None,
+        blocks: list[int] | None = None,
+    ) -> None:
         self._open = ExitStack()
         self._disk = _Disk(self._open.enter_context(atomic_file(path)))
         self._open.callback(self._disk.close)
-        self._threaded, self._bar = threaded, bar
+        self._threaded, self._bar, self._blocks = threaded, bar, blocks
         self.num_bytes = 0
         self.crc32 = 0  # of what was written; of all of it once the block has been left
         self.failure: OSError | None = None  # when the system could not write
@@ -92,8 +99,13 @@ class FileWriter:
 
     close = flush
 
-    def _hand_over(self, block: memoryview) -> None:
+    def _sum(self, block: memoryview) -> None:
         self.crc32 = crc32(block, self.crc32)  # while a processor's cache has it
+        if self._blocks is not None and len(block):
+            self._blocks.append(crc32(block))
+
+    def _hand_over(self, block: memoryview) -> None:
+        self._sum(block)
         if not self._threaded:
             self._put(block)
         else:
@@ -123,7 +135,7 @@ class FileWriter:
     def _finish(self) -> None:
         if self._block is not None:
             rest = self._block[: self._filled]
-            self.crc32 = crc32(rest, self.crc32)
+            self._sum(rest)
             self._put(rest)
         if self.failure is not None:
             raise self.failure
@@ -156,7 +168,7 @@ class _Disk:
 
     def put(self, view: memoryview) -> None:
         while view:
-            done = self._put_direct(view) if len(view) == _BLOCK and not self._is_cached else 0
+            done = self._put_direct(view) if len(view) == BLOCK and not self._is_cached else 0
             done = done or os.pwrite(self._file, view, self._place)
             self._place += done
             view = view[done:]
@@ -184,7 +196,7 @@ class _Disk:
 
 
 def _page_aligned() -> memoryview:
-    return memoryview(mmap.mmap(-1, _BLOCK))
+    return memoryview(mmap.mmap(-1, BLOCK))
 
 
 def sync(descriptor: int) -> None:

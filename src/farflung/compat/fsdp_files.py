@@ -126,7 +126,8 @@ def load_fsdp_optimizer(
     folder = _parent_of(folder, paths.optimizer_shards(optimizer_index))
     bare = [extract_model_from_parallel(model)]
     group = _group(accelerator, "load_fsdp_optimizer")
-    state = _read(group, folder, lambda: optimizers.read_optimizer(bare, optimizer, folder, optimizer_index))
+    checkpoint = Checkpoint(folder, None)
+    state = _read(group, folder, lambda: optimizers.read_optimizer(bare, optimizer, checkpoint, optimizer_index))
     optimizer.load_state_dict(state)
 
 

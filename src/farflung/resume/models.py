@@ -18,7 +18,7 @@ from farflung.base.errors import CheckpointError
 from farflung.base.torch_internals import COMPILED_FROM, changes_what_it_loads, passing_buffers
 from farflung.base.words import counted
 from farflung.checkpoint import paths
-from farflung.checkpoint.checkpoint import Checkpoint
+from farflung.checkpoint.checkpoint import Checkpoint, Fetch
 from farflung.checkpoint.entries import Entry
 from farflung.checkpoint.reader import read_weights
 from farflung.comm.shards import full, is_sharded, local, model_has_dtensor, spread_like
@@ -173,7 +173,7 @@ def read_model(model: nn.Module, checkpoint: Checkpoint, index: int, strict: boo
     """
     path = checkpoint.model_path(index, taken)
     if paths.SHARDS.fullmatch(path.name):
-        return _read_shards(model, path, strict)
+        return _read_shards(model, path, checkpoint.fetch, strict)
     named = fitted(model, read_weights(path), path, strict)
     state = model.state_dict()
     return {name: cut(value, state.get(name)) for name, value in named.items()}
@@ -185,8 +185,8 @@ def cut(value: Any, own: Any) -> Any:
     return local(spread_like(value, own)).cpu().clone() if sharded else value
 
 
-def _read_shards(model: nn.Module, folder: Path, strict: bool) -> dict[str, Any]:
-    stored = lazy.sharded.ShardReader(folder)
+def _read_shards(model: nn.Module, folder: Path, fetch: Fetch | None, strict: bool) -> dict[str, Any]:
+    stored = lazy.sharded.ShardReader(folder, fetch)
     flat = {".".join(map(str, path[1:])): name for name, path in stored.paths.items() if path[0] == "model"}
     likes = {short: stored.like(name, "meta") for short, name in flat.items()}
     shapes = {short: object() if like is None else like for short, like in likes.items()}

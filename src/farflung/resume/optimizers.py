@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -16,6 +16,7 @@ from farflung.base.errors import CheckpointError, ConfigError
 from farflung.base.tree import leaves_of, recursively_apply
 from farflung.base.words import counted
 from farflung.checkpoint import paths
+from farflung.checkpoint.checkpoint import Checkpoint
 from farflung.checkpoint.entries import Entry
 from farflung.checkpoint.reader import damage_as, read_torch
 from farflung.comm.shards import full, is_sharded, local, spread_like, with_local
@@ -24,6 +25,9 @@ from farflung.resume import lazy
 from farflung.resume.models import bare_name
 from farflung.resume.part import Loading, Part, Saving
 from farflung.resume.run import Run
+
+if TYPE_CHECKING:
+    from farflung.checkpoint.sharded import ShardReader
 
 _KEYS = "optimizer_keys"  # in a folder of shards, next to the optimizer's state
 
@@ -68,7 +72,7 @@ class Optimizers(Part):
         return {paths.outer_state(self.run.world.rank): {"optimizers": states}}
 
     def read(self, source: Loading) -> None:
-        folder, manifest = source.checkpoint.folder, source.checkpoint.manifest
+        checkpoint, manifest = source.checkpoint, source.checkpoint.manifest
         steps = None if manifest is None else manifest.optimizer_steps
         unknown = [None] * len(self._optimizers)
         self._steps = steps if steps and len(steps) == len(unknown) else unknown
@@ -76,10 +80,10 @@ class Optimizers(Part):
         for k, one in enumerate(self._optimizers):
             own = source.apart_of("optimizers", k)
             if own is None:
-                state = read_optimizer(self.run.bare_models, one, folder, k)
+                state = read_optimizer(self.run.bare_models, one, checkpoint, k)
             else:
                 state = from_local(own, one)
-            _check_groups(state, one, folder / paths.optimizer(k))
+            _check_groups(state, one, checkpoint.folder / paths.optimizer(k))
             self._states.append(state)
 
     def load(self, undo: ExitStack) -> None:
@@ -238,21 +242,20 @@ def gathered_optimizer(optimizer: Any, keep: bool) -> dict[str, Any]:
     return whole if keep else {}
 
 
-def read_optimizer(models: Sequence[nn.Module], optimizer: Any, folder: Path, index: int) -> dict[str, Any]:
+def read_optimizer(models: Sequence[nn.Module], optimizer: Any, checkpoint: Checkpoint, index: int) -> dict[str, Any]:
     """Read the state dict of an optimizer, in shards where its parameters are, and check that it is one."""
-    shards = folder / paths.optimizer_shards(index)
-    path = shards if shards.is_dir() else folder / paths.optimizer(index)
+    shards = checkpoint.folder / paths.optimizer_shards(index)
+    path = shards if shards.is_dir() else checkpoint.folder / paths.optimizer(index)
     with damage_as(f"{path} is not the state of an optimizer"):
         if shards.is_dir():
-            return _read_optimizer_shards(models, optimizer, shards)
+            return _read_optimizer_shards(models, optimizer, lazy.sharded.ShardReader(shards, checkpoint.fetch))
         state: dict[str, Any] = read_torch(path)
         if any(isinstance(name, str) for group in state["param_groups"] for name in group["params"]):
             state = by_number(state, parameter_names(models, optimizer), optimizer, path)
         return _like_parameters(state, optimizer, lambda shard: shard.shape, spread_like)
 
 
-def _read_optimizer_shards(models: Sequence[nn.Module], optimizer: Any, folder: Path) -> dict[str, Any]:
-    stored = lazy.sharded.ShardReader(folder)
+def _read_optimizer_shards(models: Sequence[nn.Module], optimizer: Any, stored: ShardReader) -> dict[str, Any]:
     paths = {name: path[1:] for name, path in stored.paths.items() if path[0] == "optimizer" and len(path) > 2}
     groups = {name: path for name, path in paths.items() if path[0] == "param_groups"}
     described = stored.read(dict.fromkeys(groups))
@@ -268,4 +271,4 @@ def _read_optimizer_shards(models: Sequence[nn.Module], optimizer: Any, folder: 
     state = lazy.sharded.nested({kept[name][1:]: value for name, value in values.items()})
     keys = dict(stored.read({_KEYS: None})[_KEYS]) if _KEYS in stored.paths else {}
     whole = _with_keys({"state": state, "param_groups": param_groups}, keys)
-    return by_number(whole, names, optimizer, folder)
+    return by_number(whole, names, optimizer, stored.folder)
