@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from farflung.address.packed import Damaged
+from farflung.address.packed import Damaged, view_of
 from farflung.comm.checksum import crc32
 from farflung.comm.tensor_memory import bytes_of
 
@@ -149,7 +149,7 @@ class ReferenceWeights:
             for piece in difference["pieces"]:
                 held = self.bits[start : start + piece["size"]]
                 _decode(piece, held)
-                if crc32(_memory(held)) != piece["crc32"]:
+                if crc32(view_of(held)) != piece["crc32"]:
                     raise Damaged("with it weights have other bits than those of the run")
                 start += len(held)
         except (AttributeError, KeyError, RuntimeError, TypeError, ValueError) as error:
@@ -169,10 +169,6 @@ def _bits(values: Tensor, dtype: torch.dtype) -> Tensor:
     return pad(plain, (0, -len(plain) % dtype.itemsize)).view(_kind(dtype))
 
 
-def _memory(x: Tensor) -> memoryview:
-    return memoryview(bytes_of(x).numpy().data)
-
-
 def _encoded(difference: Tensor, new: Tensor) -> dict[str, Any]:
     """Encode by how much integers `[n]` have changed, with a checksum of what they are now."""
     folded = (difference << 1) ^ (difference >> (8 * difference.itemsize - 1))  # small if the difference is near zero
@@ -181,8 +177,8 @@ def _encoded(difference: Tensor, new: Tensor) -> dict[str, Any]:
         at = torch.arange(len(folded))
     gaps = torch.diff(at, prepend=at.new_tensor([-1])).int() - 1
     planes = torch.cat([_planes(gaps), _planes(folded[at])])
-    data = torch.frombuffer(bytearray(compress(_memory(planes), _LEVEL)), dtype=torch.uint8)
-    return {"size": len(new), "changed": len(at), "crc32": crc32(_memory(new)), "data": data}
+    data = torch.frombuffer(bytearray(compress(view_of(planes), _LEVEL)), dtype=torch.uint8)
+    return {"size": len(new), "changed": len(at), "crc32": crc32(view_of(new)), "data": data}
 
 
 def _decode(piece: Mapping[str, Any], held: Tensor) -> None:
@@ -194,7 +190,7 @@ def _decode(piece: Mapping[str, Any], held: Tensor) -> None:
         return
     num_bytes = (4 + width) * count
     try:
-        plain = bytearray(decompressobj().decompress(_memory(piece["data"]), num_bytes))
+        plain = bytearray(decompressobj().decompress(view_of(piece["data"]), num_bytes))
     except Exception as error:  # isal has an error of its own
         raise Damaged(f"it can't be inflated: {error}") from None
     if len(plain) != num_bytes:

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Sequence
-from hashlib import blake2b
 from io import BufferedReader
 from typing import Any
 
@@ -29,7 +28,7 @@ def packed(header: Any, tensors: Sequence[Tensor], width: int = 0) -> list[bytes
         width: bytes of the header, at least, so that readers know where the object ends.
     """
     line = json.dumps(header).encode().ljust(width)
-    plain = [_memory(tensor.detach().cpu().contiguous()) for tensor in tensors]
+    plain = [view_of(tensor.detach().cpu().contiguous()) for tensor in tensors]
     checksum = crc32(line)
     for one in plain:
         checksum = crc32(one, checksum)
@@ -64,7 +63,7 @@ def unpack(
         found = json.loads(header)
     except (ValueError, RecursionError):
         raise Damaged("it has no header") from None
-    plain = [_memory(tensor) for tensor in memory(found)]
+    plain = [view_of(tensor) for tensor in memory(found)]
     if size != len(line) + sum(map(len, plain)):
         raise Damaged(f"{found} in {size} bytes instead of {len(line) + sum(map(len, plain))}")
     checksum = crc32(header)
@@ -75,17 +74,10 @@ def unpack(
             num_bytes += count
             if bar is not None:
                 bar.advance(count)
-    if written != b"%08x" % checksum and written != _former_digest(header, plain):
+    if written != b"%08x" % checksum:
         raise Damaged("its checksum shows that it is damaged")
 
 
-def _memory(tensor: Tensor) -> memoryview:
+def view_of(tensor: Tensor) -> memoryview:
+    """Return the memory of a contiguous tensor on the CPU, as bytes."""
     return memoryview(bytes_of(tensor).numpy().data)
-
-
-def _former_digest(header: bytes, plain: Sequence[memoryview]) -> bytes:
-    """Return what objects had in the place of a checksum until November 2026."""
-    digest = blake2b(header, digest_size=16)
-    for one in plain:
-        digest.update(one)
-    return digest.hexdigest().encode()

@@ -219,15 +219,12 @@ def _checked(header: Any, size: int) -> tuple[Any, list[tuple[str, torch.dtype, 
     """Return form and tensors of a part that has so many bytes; Damaged if that can't be."""
     try:
         rows = [(str(key), getattr(torch, kind), list(map(int, shape))) for key, kind, shape in header["tensors"]]
-        if sum(prod(shape) * dtype.itemsize for _, dtype, shape in rows) > size or min(map(min, _shapes(rows))) < 0:
+        least = min((length for *_, shape in rows for length in shape), default=0)
+        if sum(prod(shape) * dtype.itemsize for _, dtype, shape in rows) > size or least < 0:
             raise Damaged("it tells of more than it has")
         return header["form"], rows
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise Damaged(f"its header is wrong: {error}") from None
-
-
-def _shapes(rows: Sequence[tuple[str, torch.dtype, list[int]]]) -> list[list[int]]:
-    return [[0, *shape] for _, _, shape in rows] or [[0]]
 
 
 def tensors_of(parts: Mapping[str, Any]) -> list[str]:

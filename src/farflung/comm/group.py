@@ -38,18 +38,27 @@ class Work(Protocol):
         """Block (or make the current stream wait) until the result may be read."""
 
 
-class Members(Protocol):
-    """Which ranks a group has, the groups made of them, and what they tell each other of those that are lost.
+class Group(Protocol):
+    """Ranks that talk to each other. All tensors are contiguous; every rank makes the same calls in the same order.
 
-    What is complete here is right if all ranks live in one thread, so that none can be lost alone.
+    The collectives are made of `all_gather` and `broadcast`. A group for which there are shorter ways has its own. What
+    is said of lost ranks is right if all ranks live in one thread, so that none can be lost alone.
 
     Attributes:
         is_concurrent: a thread may use a `duplicate` while another one uses the group itself.
+        is_direct: values travel between the members; otherwise as objects of a store, in requests.
+        lists_at_once: a listing of that store takes one request, and has all objects that are there now.
+        piece_bytes: what is worth being sent at a time if a long transfer must leave the line to others in between.
+        hop_bytes: what a second hop of a collective has to save.
     """
 
     rank: int
     size: int
     is_concurrent: bool = False
+    is_direct: bool = True
+    lists_at_once: bool = False
+    piece_bytes: int = 256 * 1024
+    hop_bytes: int = HOP_BYTES
 
     def duplicate(self, in_background: bool = False) -> Self:
         """Return the same ranks once more, in an order of collectives of its own (`MPI_Comm_dup`): a collective.
@@ -102,24 +111,6 @@ class Members(Protocol):
     def raise_if_broken(self) -> None:
         """Raise RankFailure when another rank is known to have left, to be dead, or to be late for too long."""
         return None
-
-
-class Group(Members):
-    """Ranks that talk to each other. All tensors are contiguous; every rank makes the same calls in the same order.
-
-    The collectives are made of `all_gather` and `broadcast`. A group for which there are shorter ways has its own.
-
-    Attributes:
-        is_direct: values travel between the members; otherwise as objects of a store, in requests.
-        lists_at_once: a listing of that store takes one request, and has all objects that are there now.
-        piece_bytes: what is worth being sent at a time if a long transfer must leave the line to others in between.
-        hop_bytes: what a second hop of a collective has to save.
-    """
-
-    is_direct: bool = True
-    lists_at_once: bool = False
-    piece_bytes: int = 256 * 1024
-    hop_bytes: int = HOP_BYTES
 
     @abstractmethod
     def all_gather(self, out: Tensor, x: Tensor) -> Work:

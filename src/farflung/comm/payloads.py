@@ -16,6 +16,7 @@ from farflung.base.torch_internals import foreach_copy_
 from farflung.comm.exchange import Exchange
 from farflung.comm.group import Op
 from farflung.comm.packet import Header, PayloadLayout
+from farflung.comm.tensor_memory import bytes_of
 
 _LONG_BYTES = 1024 * 1024  # from here on the copy into a shared buffer costs more than a collective of its own
 
@@ -29,7 +30,7 @@ def gather(exchange: Exchange, leaves: Sequence[Tensor]) -> list[Tensor]:
     shapes = [(size * x.shape[0], *x.shape[1:]) if x.shape else (size,) for x in leaves]
     outputs = [torch.empty(shape, dtype=x.dtype, device=wire) for shape, x in zip(shapes, leaves, strict=True)]
     sources = [_dense(leaves[k], wire) for k in alone]
-    works = [group.all_gather(_bytes(outputs[k]), _bytes(source)) for k, source in zip(alone, sources, strict=True)]
+    works = [group.all_gather(bytes_of(outputs[k]), bytes_of(source)) for k, source in zip(alone, sources, strict=True)]
     if shared:
         layout = _layout_of([leaves[k] for k in shared])
         mine = exchange.scratch("mine", layout.nbytes, wire)
@@ -85,7 +86,7 @@ def broadcast(exchange: Exchange, leaves: Sequence[Tensor], src: int) -> None:
     group, wire, sends = exchange.group, exchange.wire(leaves), exchange.rank == src
     alone, shared = _split(leaves)
     buffers = [_dense(leaves[k], wire) if sends else _receiver(leaves[k], wire) for k in alone]
-    works = [group.broadcast(_bytes(buffer), src) for buffer in buffers]
+    works = [group.broadcast(bytes_of(buffer), src) for buffer in buffers]
     if shared:
         members = [leaves[k] for k in shared]
         layout = _layout_of(members)
@@ -128,7 +129,3 @@ def _receiver(x: Tensor, wire: torch.device) -> Tensor:
     """Return `x` itself if bytes can be written straight into it."""
     straight = x.device == wire and x.is_contiguous() and not x.is_conj() and not x.is_neg()
     return x if straight else torch.empty(x.shape, dtype=x.dtype, device=wire)
-
-
-def _bytes(x: Tensor) -> Tensor:
-    return x.detach().view(-1).view(torch.uint8)

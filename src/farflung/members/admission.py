@@ -81,7 +81,7 @@ class Admission:
                     self._members.ask(mine, needs.tensors, needs.could)
                 holders = {} if record is None else self._holders(record, askers.values(), now - began)
                 quiet_since = quiet_since if holders and all(holders.values()) else now
-                if now - quiet_since > peers.grace_s and self._found() is not None:
+                if now - quiet_since > peers.grace_s and self.found() is not None:
                     holders = {}  # there is what those have written of whom nothing is heard
                 few = ""
                 if not holders:
@@ -144,7 +144,7 @@ class Admission:
         absent = ask_each(lambda one: heartbeats.ended(one.member) or heartbeats.unheard(one.member), asks.values())
         there = [row for row, why in zip(asks.items(), absent, strict=True) if not why]
         there.sort(key=lambda row: (not row[1].has_state, -row[1].last, row[1].member))
-        saved = None if any(one.has_state for _, one in there) else self._found()
+        saved = None if any(one.has_state for _, one in there) else self.found()
         mine = there[0][1].description if there else ""
         trained, could = self._members.tensors(there[0][0]) if there else ([], [])
         if saved is not None and self._saver is not None:  # which is the run's, whoever asks first
@@ -171,7 +171,7 @@ class Admission:
             self._notes.send(Event.now(Kind.BEGAN, "", number, replicas=len(ids), **state))
         return ""
 
-    def _found(self) -> Saved | None:
+    def found(self) -> Saved | None:
         """Return the newest state at the run's address, if one lies there."""
         return None if self._saver is None else self._saver.found()
 

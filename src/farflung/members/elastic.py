@@ -230,7 +230,7 @@ class Elastic:
             has_state = needs.has_state and self.member not in self.record.newcomers
             # Nobody has come out of a generation that did not come about, or trains in it.
             self._decided = self._settled(Post(needs.num_votes, has_state), trains=self._generation is not None)
-            if self._decided.is_fresh and from_first(self._share_group, self._has_saved):
+            if self._decided.is_fresh and from_first(self._share_group, lambda: self._admission.found() is not None):
                 self.peers.record, self._decided = self._decided, None  # it asks, and begins with what was saved
             elif has_state and self.member not in self._decided.ids:
                 self._is_unapplied = self._know_unapplied(())
@@ -323,9 +323,6 @@ class Elastic:
         """Return whether this replica is in no generation, or can't continue in it."""
         record = self._decided or self.record
         return record is None or self.member not in record.ids or not (needs.has_state or self._decided)
-
-    def _has_saved(self) -> bool:
-        return self.saver is not None and self.saver.found() is not None
 
     def _settled(self, post: Post, trains: bool = True) -> Record:
         record = from_first(self._share_group, lambda: settle(self.peers, self.member, post, trains))

@@ -88,19 +88,14 @@ class Saver:
             self._since, self._is_due = min(self._since, every), True  # the first member has written one since
             return
         is_free = self._saving is None or self._saving.is_over
-        if from_first(
-            self._share_group, lambda: is_free and (self._is_due or (self._since >= every and self._has_rested))
-        ):
+        has_rested = not self._may_rest or time.monotonic() >= self._rests_until
+        if from_first(self._share_group, lambda: is_free and (self._is_due or (self._since >= every and has_rested))):
             since, self._since, self._is_due = self._since, 0, False
             self._saving = self._begin(landed[0], needs, since)
         elif self._since >= 2 * every and not self._has_warned and (is_free or not self._may_rest):
             self._warn()
         if self._share_group.rank == 0 and (self._noting is None or self._noting.is_over):
             self._noting = ThreadedCall(partial(self._note, landed, self._since), "note a round")
-
-    @property
-    def _has_rested(self) -> bool:
-        return not self._may_rest or time.monotonic() >= self._rests_until
 
     def _warn(self) -> None:
         if not self._may_rest:

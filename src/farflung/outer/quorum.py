@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from enum import Enum, auto
 from functools import partial
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -86,19 +86,6 @@ def _welcome(given: Mapping[str, Any]) -> Welcome:
     return Welcome(place["position"], place["began"], due, fragments, place)
 
 
-class UnderWay(Protocol):
-    """The work under way when a member is lost. Each method may be called again after another loss."""
-
-    def settle(self) -> None:
-        """Wait for rounds that run in the background."""
-
-    def end_alike(self, odd: Mapping[int, str]) -> None:
-        """End everything in the same state on all survivors; `odd` members are excluded, and why."""
-
-    def relaunch(self) -> None:
-        """Launch again, in the current generation, the rounds that ended without a result in the one before."""
-
-
 @dataclass
 class Acts:
     """What members do together outside of rounds, one act after the other."""
@@ -139,7 +126,7 @@ class Quorum:
 
     generation: Generation  # once it has met the others
     group: Group  # of all its members
-    under_way: UnderWay
+    under_way: Any  # the loop's `Rounds`
     ask_otherwise: Callable[[], bool]
 
     def __init__(

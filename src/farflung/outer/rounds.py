@@ -152,7 +152,12 @@ class Rounds:
                     self._has_warned = True
                     _warn(self.quorum.generation, this.decision, self.recipe)
             elif not this.is_empty:
-                self._after(number, this)
+                if this.level == 0:
+                    self.num_landed += 1
+                    self._note_round(number, this)
+                    assert this.tally is not None
+                    self.twins.look(number, self.quorum.generation.ids, this.tally.marks)
+                self._adopt_if_left_out(this)
         if isinstance(fragment.weights, Eager):
             self.replica.rebind(number)
             fragment.weights.finish(fragment.pending_weight[0] > 0, self.quorum.generation.island)
@@ -210,14 +215,6 @@ class Rounds:
         places = self.replica.fragments[number].cut.parameters
         self.replica.trained.count_again([place.name for place in places])
 
-    def _after(self, number: int, this: OpenRound) -> None:
-        if this.level == 0:
-            self.num_landed += 1
-            self._note_round(number, this)
-            assert this.tally is not None
-            self.twins.look(number, self.quorum.generation.ids, this.tally.marks)
-        self._adopt_if_left_out(this)
-
     def _adopt_if_left_out(self, this: OpenRound) -> None:
         if this.group.rank in this.decision.left_out:
             self.replica.adopt()  # also where weights are blended, and in fragments that this one would spoil again
@@ -253,12 +250,14 @@ class Rounds:
     # ---- after a loss
 
     def settle(self) -> None:
+        """Wait for rounds that run in the background; like what follows, it may be called again after another loss."""
         for this in self._open.values():
             if this.job is not None:
                 with suppress(CollectiveMismatch):
                     this.job.wait()
 
     def end_alike(self, odd: Mapping[int, str]) -> None:
+        """End everything in the same state on all survivors; `odd` members are excluded, and why."""
         voids: dict[int, int] = {one.vote: one.void for one in self._ends.values() if one.void is not None}
         open_ones = {this.ballot.number: this.num_complete for this in self._open.values() if this.level == 0}
         common = self.quorum.agree(voids | open_ones, odd)
@@ -282,6 +281,7 @@ class Rounds:
             self._follow_trained(this)
 
     def relaunch(self) -> None:
+        """Launch again, in the current generation, the rounds that ended without a result in the one before."""
         lost, self._lost = self._lost, []
         for request in lost if not self.quorum.generation.joins else ():
             self._open_round(request)

@@ -13,18 +13,13 @@ _VALID_S = 5.0
 
 
 def patience(seconds: float) -> float:
-    """Return how long to wait here and now for what takes up to `seconds` on an idle machine."""
-    return seconds * slowness()
+    """Return how long to wait here and now for what takes up to `seconds` on an idle machine.
 
-
-def slowness() -> float:
-    """Return how many times slower than an idle machine this one is now, 1 or more.
-
-    It is the larger of two measurements: how long a fixed piece of work takes at this moment, and how many processes
-    there have been for each core in the last minute.
+    What counts is the larger of two measurements: how long a fixed piece of work takes at this moment, and how many
+    processes there have been for each core in the last minute.
     """
     load = os.getloadavg()[0] / (os.cpu_count() or 1)
-    return max(1.0, _work_s(int(time.monotonic() / _VALID_S)) / _LOOPS_S, load)
+    return seconds * max(1.0, _work_s(int(time.monotonic() / _VALID_S)) / _LOOPS_S, load)
 
 
 @lru_cache(maxsize=1)
