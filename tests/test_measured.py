@@ -268,37 +268,12 @@ def test_the_page_of_evidence_has_the_figures_of_a_larger_model_on_a_gpu():
     assert f"{runs['DDP']['steps']} steps on an {runs['DDP']['gpu'].removesuffix(' HBM3')}" in EVIDENCE
 
 
-def test_a_run_that_has_its_line_is_done_again_by_its_number(benchmark):
-    redo = benchmark("evidence.redo")
-    line = {"size": "34k", "method": "alone", "lr": 0.005, "seed": 0, "steps": 2, "replicas": 1, "text": "another"}
-    said = redo.redo(7, {**line, "figures": {"held_out_loss": 5.5}})
-    assert said.startswith("line 7: {'held_out_loss': 5.5} then, {'held_out_loss': ")
-    assert said.endswith(f"; the text is another one: another, now {redo.checksum()}")
-    assert redo.redo(7, {**line, "text": redo.checksum(), "figures": {}}).endswith("} now")
-    assert "no checksum" in redo.redo(7, {**{name: line[name] for name in line if name != "text"}, "figures": {}})
-
-
 def test_the_defaults_of_each_recipe_end_within_1_percent_of_what_was_tuned(tables):
     lines = [line.strip("| ").split(" | ") for line in tables.defaults_table(tables.Results())[2:]]
     assert {steps for _, steps, *_ in lines} == {"500", "2000", "4000"}
     for name, steps, _, _, above, seeds in lines:
         assert above == "-" or float(above.split()[0]) <= 1.0, (name, steps)
         assert seeds == "3", (name, steps)
-
-
-def test_the_table_of_readouts_has_means_with_errors_and_differences_within_runs(tables):
-    results = tables.Results()
-    for seed in tables.SEEDS:
-        for name, [run] in tables.rows(results, tables.READOUTS, "34k", seed).items():
-            losses = {"last": 2.0 + seed} if run.method in ("alone", "DDP") else {"look_ahead": 3.0 + seed, "slow": 2.5}
-            means = {f"{one}, mean of 10": loss for one, loss in losses.items()}
-            results.figures[run] = losses | means
-            assert run.falls == name.endswith("falling")
-    lines = tables.readouts_table(results)
-    assert any("DDP, constant | - | - | 3.0000 ± 0.5774 | - | 3.0000 ± 0.5774 | - | - | 3 |" in line for line in lines)
-    below = tables.readouts_table(results, "look_ahead")
-    name = "diloco(8) e3m0, momentum to 0.8, constant"
-    assert f"| 34k | {name} | - | 0.0000 ± 0.0000 | 1.5000 ± 0.5774 | - |" in "\n".join(below)
 
 
 def test_diloco_over_muon_ends_at_a_lower_loss_than_over_adamw(tables):

@@ -4,8 +4,7 @@
 import torch
 
 from farflung.comm import collectives
-from farflung.comm.exchange import MAX_CAPACITY, Exchange
-from farflung.comm.group import SoloGroup
+from farflung.comm.exchange import MAX_CAPACITY
 from farflung.comm.packet import Header
 from tests.accelerator.conftest import on_ranks
 from tests.comm.counting import num_alive
@@ -57,10 +56,3 @@ def test_the_memory_for_headers_is_bounded():
     group.taken()
     collectives.gather(exchange, torch.zeros(3))
     assert group.taken() == ["all_gather"]
-
-
-def test_scratch_is_kept_unless_it_is_large():
-    exchange = Exchange(SoloGroup())
-    for num_bytes, is_kept in ((1 << 26, True), ((1 << 26) + 1, False)):
-        first, again = (exchange.scratch("any", num_bytes, torch.device("cpu")) for _ in range(2))
-        assert (first.data_ptr() == again.data_ptr()) is is_kept

@@ -7,8 +7,7 @@ import pytest
 import torch
 from hypothesis import given, settings, strategies as st
 
-from farflung.base.tree import flatten
-from farflung.comm.packet import ALIGN, Header, PayloadLayout, encode_header, is_plain_bytes
+from farflung.comm.packet import ALIGN, PayloadLayout, is_plain_bytes
 
 DTYPES = [torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2]
 DTYPES += [torch.complex64, torch.complex128, torch.int64, torch.int32, torch.int16, torch.int8]
@@ -48,25 +47,6 @@ def test_views_hold_every_leaf_at_once_aligned_disjoint_and_close_together(leave
     assert all(end <= start < end + ALIGN for (_, end), (start, _) in pairwise(spans))
     assert layout.nbytes % ALIGN == 0
     assert layout.nbytes <= sum(end - start + ALIGN - 1 for start, end in spans)
-
-
-@settings(max_examples=50)
-@given(kinds)
-def test_a_header_tells_its_tree(leaves):
-    tensors, spec = flatten({"some": [torch.empty(shape, dtype=dtype) for shape, dtype in leaves]})
-    encoded = encode_header(("gather", ("ragged", True)), spec, tensors)
-    read = Header(encoded)
-    assert (read.encoded, read.signature[0], read.failed) == (encoded, "gather", None)
-    assert [(list(kind.shape), kind.dtype) for kind in read.kinds] == leaves
-
-
-def test_equal_trees_have_equal_headers_whatever_objects_they_are_made_of():
-    def header(key):
-        tensors, spec = flatten({key: torch.ones(2), "other": (torch.ones(2),)})
-        return encode_header(("gather",), spec, tensors)
-
-    assert header("".join(["k", "ey"])) == header("key")
-    assert header("key") != header("kez")
 
 
 @pytest.mark.filterwarnings("ignore:.*(quantize|nested tensors)")

@@ -54,22 +54,6 @@ def test_averaging_after_each_plain_step_is_ddp_and_with_adam_it_is_not():
         assert not near(*adam)
 
 
-def of_several_dtypes():
-    """Several buckets and dtypes, ranks with different data and numbers of steps."""
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(64, 300), nn.BatchNorm1d(300), nn.Linear(300, 7).bfloat16())
-    with OuterLoop(model, diloco(2, rounds=10), bucket_bytes=20_000) as outer:
-        for _ in range((0, 7, 2)[dist.get_rank()]):
-            shift((*model.parameters(), model[1].running_mean), dist.get_rank() + 0.3)
-            outer.step()
-    return values(model)
-
-
-@pytest.mark.law("equal-at-the-end")
-def test_replicas_end_with_the_same_bits():
-    assert same(*run_ranks(of_several_dtypes, 3))
-
-
 def in_phases():
     """Two loops one after the other, and between them one that was never made, on a model and on DDP around it."""
     ends = []

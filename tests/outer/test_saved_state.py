@@ -5,7 +5,6 @@ import os
 import random
 import re
 import signal
-import threading
 import time
 from dataclasses import replace
 from functools import partial
@@ -403,26 +402,6 @@ def test_what_has_stopped_training_is_pulled_too_and_continues_where_it_was(tmp_
     kill(outer, member, address)
     again, _ = trained(address, diloco(4, lr=1.0, momentum=0.0), 0, Swapped("a", "b"))
     assert torch.equal(again._model.a.weight, model.a.weight)
-
-
-def test_a_thread_that_writes_on_after_its_replica_was_left_out_leaves_nothing(tmp_path):
-    outer, _ = trained(tmp_path.as_uri(), diloco(4), 3)
-    saver = outer._quorum.membership.saver
-    write, goes_on = saver._states.write, threading.Event()
-
-    def late(*arguments):
-        assert goes_on.wait(60)
-        write(*arguments)
-
-    saver._states.write = late
-    outer.step()  # a state is due
-    members = MemberStore(saver._loop)
-    assert members.append(Record(members.record().number + 1, 7, (7,)))  # the others have continued without it
-    goes_on.set()
-    saver._saving.result()
-    assert [*saver._states.newest()] == []
-    assert not saver._loop.list("state/")
-    outer._quorum.free(reusable=False)
 
 
 class Swapped(nn.Module):

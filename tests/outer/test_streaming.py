@@ -31,15 +31,6 @@ def trajectory(group, recipe, steps, make=linear):
     return [*run.seen(*range(steps)), run.end()]
 
 
-@pytest.mark.law("streaming-is-every")
-@pytest.mark.parametrize("size", [1, 2, 4])
-def test_one_fragment_without_delay_is_diloco(size):
-    whole = run_replicas(trajectory, size, diloco(1, **PLAIN), 3)
-    streamed = run_replicas(trajectory, size, streaming(1, 1, delay=0, alpha=0.0), 3)
-    for expected, got in zip(whole, streamed, strict=True):
-        assert all(same(*pair) for pair in zip(expected, got, strict=True))
-
-
 def logged(group, recipe, steps):
     model = nn.ParameterList([torch.zeros(n) for n in (3, 5, 4, 2, 1, 2)])
     outer = OuterLoop(model, recipe, group)
