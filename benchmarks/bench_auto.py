@@ -8,7 +8,9 @@ machines. What a method comes to is its goodput: how many of DDP's steps on a fr
 it took. All run in turns, or `--jobs` at a time, each on a line of its own: a job takes two cores for as long as its
 steps compute.
 
-With `--change` the rate of the line changes while `auto` trains, after each third of the steps, and a picture shows it.
+With `--change` the rate of the line changes while `auto` trains, so that each of `--megabits` has as many steps, and a
+picture shows it. What its rounds come to on a line, 30 of them after the change, is to be compared with another run's
+that has this line from the start: `--change --megabits 10`.
 
 python benchmarks/bench_auto.py [--size small] [--megabits 5 20 100 1000] [--steps 600] [--step-s 0.06] [--seeds 3]
     [--only auto ...] [--jobs N] [--change] [--picture docs/images/auto.png] [--write]
@@ -43,6 +45,7 @@ from farflung.auto.choice import Measurements, choose
 from farflung.auto.trial import RecipeTrial
 from farflung.auto.tuner import LineTuner
 from farflung.config.outer import OuterSettings
+from farflung.cost.methods import efficiency, name_of
 from farflung.demo.gpt import GPT, loss_per_sequence
 from farflung.demo.settings import SIZES
 from farflung.demo.text import load_text
@@ -175,15 +178,16 @@ def compared(runs: list[list[Run]]) -> dict[str, Any]:
 
 
 def table(lines: list[dict[str, Any]]) -> list[str]:
-    """Return the rows of the page of evidence, by rate; the best by hand has the most goodput.
+    """Return the rows of the page of evidence for one size, by rate; the best by hand has the most goodput.
 
     The loss of a recipe doesn't depend on its line: any line with losses, and any that has its time, will do. Of times
     the shortest counts, as others may use the machine.
     """
-    (curves,) = [line for line in lines if FREE in line["figures"]][-1:]
+    free_runs = [line for line in lines if FREE in line["figures"]]
+    curves = free_runs[-1]
     by_rate: dict[float, dict[str, Any]] = {}
     efficiency, autos = {}, {}
-    for line in lines[lines.index(curves) + 1 :]:
+    for line in lines[lines.index(free_runs[0]) + 1 :]:
         for method, figures in line["figures"].items() if "megabits" in line else ():
             found = by_rate.setdefault(line["megabits"], {})
             found[method] = min(found.get(method, figures), figures, key=lambda one: one["seconds"])
@@ -195,8 +199,8 @@ def table(lines: list[dict[str, Any]]) -> list[str]:
     for megabits, methods in sorted(by_rate.items()):
         auto = autos[megabits]
         learns = {**efficiency, AUTO: efficiency_of(auto["losses"], curves)}
-        goodput = {name: learns[name] * alone_s / methods[name]["seconds"] for name in (AUTO, *GRID)}
-        best = max(GRID, key=lambda name: goodput[name])
+        goodput = {name: learns[name] * alone_s / methods[name]["seconds"] for name in methods if name != NONE}
+        best = max(goodput.keys() & GRID.keys(), key=lambda name: goodput[name])
         chosen = [json.loads(recipe) for recipe in auto["recipes"]]
         names = " or ".join(dict.fromkeys(f"`{one['recipe']}({one.get('every', '')})`" for one in chosen))
         forecast = f"{statistics.median(auto['forecasts']):.2f}"
@@ -232,6 +236,7 @@ def changed(chosen: argparse.Namespace, facts: dict[str, Any]) -> dict[str, Any]
     figures = {
         "megabits": chosen.megabits,
         "rounds_until_low": [_rounds_until_low([row[2] for row in part]) for part in parts],
+        "goodput": [_goodput(json.loads(first.recipe), part[30:], **facts) for part in parts],
         "recipe": first.recipe,
         "changes": first.changes,
         "replicas_are_equal": True,  # or `pair` would have failed
@@ -247,6 +252,15 @@ def _rounds_until_low(shares: list[float]) -> int | None:
     low = [statistics.median(shares[max(0, end - 10) : end]) < 0.1 for end in range(1, len(shares) + 1)]
     last = max((number for number, is_low in enumerate(low, 1) if not is_low), default=0)
     return last if last < len(shares) else None
+
+
+def _goodput(recipe: dict[str, Any], rounds: list[Any], size: str, steps: int, **_: Any) -> float | None:
+    """Return what rounds of these intervals and waits come to, by the evidence; None: there are no rounds."""
+    parameters = sum(parameter.numel() for parameter in GPT(SIZES[size]).parameters())
+    delay = recipe.get("delay", 1)
+    name = name_of(recipe["recipe"], recipe.get("codec"), delay)
+    learns = [efficiency(name, every, parameters, 2, steps).mean * (1 - waited) for _, _, waited, every in rounds]
+    return round(statistics.mean(learns), 3) if learns else None
 
 
 def _change(rates: list[float], each: int, marks: Path, ends: list[float]) -> None:

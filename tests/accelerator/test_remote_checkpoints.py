@@ -1,10 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Checkpoints at addresses: resumed bit by bit on any ranks, kept to a limit, copied here and from there."""
 
+import io
 import os
+import re
 import shutil
 import signal
 import tempfile
+from contextlib import redirect_stderr
 from pathlib import Path
 
 import pytest
@@ -153,13 +156,13 @@ def of_other_layout(place, folder, expected):
     assert torch.equal(accelerator.get_state_dict(model).get("weight", expected), expected)
 
 
-def save_rows(place):
+def save_rows(at):
     accelerator, _ = trained_rows(1)
-    accelerator.save_state(place / "x")
+    accelerator.save_state(at)
 
 
 def test_of_shards_each_machine_fetches_the_blocks_that_its_ranks_read(place, s3, tmp_path):
-    run_ranks(save_rows, 2, place)
+    run_ranks(save_rows, 2, place / "x")
     accelerator, model = trained_rows(2)
     whole = accelerator.get_state_dict(model)["weight"]
     before = s3.bytes_sent()
@@ -168,7 +171,7 @@ def test_of_shards_each_machine_fetches_the_blocks_that_its_ranks_read(place, s3
 
 
 def test_a_block_of_shards_that_was_damaged_is_named(place, tmp_path):
-    run_ranks(save_rows, 2, place)
+    run_ranks(save_rows, 2, place / "x")
     name = next(name for name in names_at(place) if name.endswith(".distcp"))
     board = objects_at(place)
     content = bytearray(board.read_name(name, lambda file, _: file.read()))
@@ -176,6 +179,16 @@ def test_a_block_of_shards_that_was_damaged_is_named(place, tmp_path):
     board.write_name(name, [bytes(content)], is_new=False)
     with pytest.raises(CheckpointError, match=r"distcp is damaged in its block 1"):
         trained_rows(0, load=place / "x")
+
+
+def test_a_checkpoint_that_lacks_a_file_of_shards_is_passed_over(place):
+    for number in range(2):
+        run_ranks(save_rows, 2, place / f"checkpoints/checkpoint_{number}")
+    board = objects_at(place)
+    board.delete_names([next(name for name in names_at(place) if "checkpoint_1" in name and name.endswith(".distcp"))])
+    with redirect_stderr(io.StringIO()) as said:
+        trained_rows(0, load=place / "checkpoints")
+    assert re.search(r"passed over: .*__\d_0\.distcp is missing", said.getvalue())
 
 
 def write_notes(where, rank):

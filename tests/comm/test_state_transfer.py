@@ -93,6 +93,16 @@ def test_what_the_receiver_has_from_elsewhere_is_not_sent_again(paired):
     assert pair.receiver.num_bytes == 40
 
 
+def test_a_receiver_follows_a_later_transfer_though_the_member_that_began_one_lives_on(pair):
+    until(lambda: pair.receiver.num_bytes == 0 and len(pair.groups) == 2)  # the first one sends nothing
+    other = pair.sends("g2/t2.1")
+    pair.found = "g2/t2.1", 1
+    other.offer({"a": torch.ones(3)})
+    other.finish({})
+    assert pair.receiver.wait(patience(60))
+    assert pair.receiver.state["a"].tolist() == [1.0] * 3
+
+
 def test_trees_of_tensors_numbers_and_texts_arrive_as_they_are(pair):
     tree = {
         0: {"betas": (0.9, 0.95), "lr": 0.1, "name": "sgd", "on": True, "none": None, "nan": [float("inf")]},

@@ -450,6 +450,24 @@ def test_a_rank_that_can_not_look_ends_the_wait_of_its_whole_replica_and_one_tha
         transfers.receive(SimpleNamespace(wait=Mock(side_effect=Unreachable("no store"))), record)
 
 
+def test_a_member_that_was_left_out_meanwhile_serves_and_refuses_nobody():
+    members = Members(Record(1, 1, (1, 2)))
+    late, newcomer = members.member(1), members.member(3)
+    name = members.board.ask(Ask(3, 0, False, newcomer._description(needs(description="of another recipe"))))
+    assert members.board.append(Record(2, 2, (2,), lost={1: "it was late"}))
+    assert not late.is_awaited(needs(True))
+    assert members.board.transfer(3, 0) is None
+    assert members.board.askers() == {name: (3, 0)}
+
+
+def test_how_a_process_ended_stays_known_while_a_generation_names_it():
+    members = Members(Record(1, 1, (1, 2)), ready=(1, 2))
+    for one in (1, 2):
+        members.notes.note_end(one, "was killed by SIGKILL")
+        members.notes.forget(one)
+    assert asked(members.member(3)).ids == (3,)
+
+
 @pytest.fixture
 def waiting():
     """A member that waits in a generation with another one, whose launcher has given a sign; and its watch."""
@@ -462,6 +480,22 @@ def waiting():
     watch, place = GenerationWatch(peers, 1, SoloGroup(), record, 1.0), Entered("c0#7", 125_000)
     watch.look(place, 2.0)
     return peers, watch, lambda waited_s: watch.look(place, waited_s)
+
+
+def test_who_waits_hears_of_an_end_though_the_request_that_asked_for_it_failed(waiting, monkeypatch):
+    peers, _, look = waiting
+    peers.notes.note_end(2, "was killed by SIGKILL")
+    get, failures = LauncherNotes.get, [Unreachable("the store is away")]
+
+    def failing(notes, what, member):
+        if what == "gone" and failures:
+            raise failures.pop()
+        return get(notes, what, member)
+
+    monkeypatch.setattr(LauncherNotes, "get", failing)
+    look(2.0)
+    with pytest.raises(RankFailure, match="replica 1: was killed by SIGKILL"):
+        look(2.0)
 
 
 def test_who_waits_for_a_machine_that_is_gone_hears_of_it_even_if_its_member_had_come(waiting, monkeypatch):

@@ -96,8 +96,17 @@ def test_one_that_waits_for_admission_asks_of_one_member_whether_it_lives():
         run.finish()
 
 
-def test_nobody_begins_without_one_whose_work_is_done_whenever_that_is_recorded(monkeypatch):
-    ask = MemoryBoard.ask
+@pytest.mark.parametrize("lists", ["at once", "late"])
+def test_nobody_begins_without_one_whose_work_is_done_whenever_that_is_recorded(monkeypatch, lists):
+    ask, find_names = MemoryBoard.ask, MemoryBoard.find_names
+
+    def found_late(board, folder, found):
+        is_all = find_names(board, folder, found)
+        found[:] = [name for name in found if "left/" not in name]
+        return is_all
+
+    if lists == "late":
+        monkeypatch.setattr(MemoryBoard, "find_names", found_late)
     with virtual_time():
         for instant in range(40):
             board = memory_board()

@@ -117,9 +117,9 @@ def test_what_a_killed_replica_had_asked_for_does_not_stay_beside_the_state_that
         return True
 
     saver = Saver(board, board, Exchange(SoloGroup()), 1)
-    assert saver.restore_logs(replace(saved("1.10"), logs={name: "known to the state"}), is_still_due)
+    saver.restore_logs(replace(saved("1.10"), logs={name: "known to the state"}), is_still_due)
     assert Log(board, name).last() == (3, b"known to the state")
-    assert not saver.restore_logs(replace(saved("1.10"), logs={name: "too late"}), lambda: False)
+    saver.restore_logs(replace(saved("1.10"), logs={name: "too late"}), lambda: False)
     assert Log(board, name).last() == (3, b"known to the state")
 
 
@@ -219,6 +219,50 @@ def test_replicas_that_begin_when_all_have_died_go_on_from_the_newest_state_that
     again.close()
     with pytest.raises(Exception, match="The run has ended"):
         trained(address, diloco(4), 0)
+
+
+@pytest.mark.law("a-run-outlives-its-members")
+def test_logs_stay_as_they_are_where_another_decision_than_to_continue_from_a_state_was_recorded(tmp_path, monkeypatch):
+    address, logs = tmp_path.as_uri(), ["data/0/epochs"]
+    slots = Log(transport_at(address).board, *logs)
+    assert slots.append(0, b"1")
+    outer, member = trained(address, RECIPE, 9, logs=logs)
+    assert slots.append(1, b"2")
+    kill(outer, member, address)
+    append = MemberStore.append
+
+    def overtaken(store, record):
+        monkeypatch.setattr(MemberStore, "append", append)
+        assert store.append(replace(record, by=7, ids=(7,), saved=""))
+        seen.append(slots.last()[1])
+        raise Unreachable("a decision was recorded by another member")
+
+    seen = []
+    monkeypatch.setattr(MemberStore, "append", overtaken)
+    with pytest.raises(Exception, match="a decision was recorded"):
+        trained(address, RECIPE, 0, logs=logs)
+    assert seen == [b"2"]
+
+
+def test_a_line_counts_the_rounds_since_the_last_state_though_a_generation_that_made_none_came_after(tmp_path):
+    outer, member = trained(tmp_path.as_uri(), RECIPE, 13)
+    saver = outer._quorum.membership.saver
+    saver.note_generation(2)
+    state = next(saver._states.newest())
+    assert (state.position, saver._since) == (12, 0)
+    outer._quorum.membership.saver._since = 3
+    saver.note_generation(1)
+    assert saver.num_lost(state) == 3
+    kill(outer, member, tmp_path.as_uri())
+
+
+def test_a_state_is_whole_though_a_listing_does_not_show_its_last_part_yet(board, monkeypatch):
+    states = SavedStates(board)
+    for rank in range(4):
+        states.write("1.10", rank, TREE)
+    listed = type(board).list
+    monkeypatch.setattr(type(board), "list", lambda board, prefix: [*listed(board, prefix)][:-1])
+    assert states.is_whole(saved("1.10", 4))
 
 
 def test_a_state_that_can_not_be_written_is_written_after_the_next_round_and_a_line_says_so(tmp_path, caplog):

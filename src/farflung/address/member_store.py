@@ -153,7 +153,7 @@ class LauncherNotes:
         return self.read(f"{what}/{member}")
 
     def forget(self, member: int, *what: Note) -> None:
-        self.board.delete(*(f"{key}/{member}" for key in what or [*get_args(Note), "lates"]))
+        self.board.delete(*(f"{key}/{member}" for key in what or {*get_args(Note), "lates"} - {"name", "gone"}))
         if not what:
             forget(self.board, f"loops/{member}/")
 

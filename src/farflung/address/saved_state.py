@@ -142,8 +142,8 @@ class SavedStates:
         return _PAUSES * self._board.pause_s
 
     def is_whole(self, saved: Saved) -> bool:
-        """Return whether all ranks have written their parts of a state."""
-        return self._board.has(_key(saved.name, rank, "done") for rank in range(saved.ranks))
+        """Return whether all ranks have written their parts of a state; a listing may show that too late."""
+        return all(self._board.map(self._board.get, [_key(saved.name, rank, "done") for rank in range(saved.ranks)]))
 
     def newest(self) -> Iterator[Saved]:
         """Return the states that were kept, the newest first."""

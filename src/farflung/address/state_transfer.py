@@ -11,6 +11,7 @@ import json
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from functools import partial
 from typing import Any
 
 import torch
@@ -138,7 +139,7 @@ class StateSender:
 
 
 class StateReceiver:
-    """Receives what a `StateSender` sends, from one member after another if some are lost.
+    """Receives what a `StateSender` sends; if another member begins to send it meanwhile, that one's.
 
     Args:
         find: returns the name of the latest transfer to this rank, and the member that sends it; None if there is none.
@@ -188,7 +189,10 @@ class StateReceiver:
             with suppress(RankFailure, Unreachable):
                 tensors = dict(self._have())
                 with bar("Receiving the trained state", 0, self._is_shown) as shown:
-                    self._receive(self._connect(*found, self._over.is_set), tensors, shown)
+                    self._receive(self._connect(*found, partial(self._is_over, found)), tensors, shown)
+
+    def _is_over(self, found: tuple[str, int]) -> bool:
+        return self._over.is_set() or self._find() not in (None, found)
 
     def _receive(self, group: Group, tensors: dict[str, Tensor], shown: Bar) -> None:
         try:

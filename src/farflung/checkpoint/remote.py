@@ -238,6 +238,8 @@ class RemoteCheckpoints:
         stack.callback(staged.discard)
         is_lazy &= keep_local is None
         lazy = {file for file, record in manifest.files.items() if is_lazy and len(record.blocks) > 1}
+        if lacking := lazy - {key.removeprefix(save) for key in (self._names() if lazy else ())}:
+            raise self._missing(save + min(lacking))
         sizes = {file: record.num_bytes for file, record in manifest.files.items()}
         with bar(f"Fetching {address.name}", sum(sizes[file] for file in sizes.keys() - lazy), is_shown) as shown:
             for file in sizes:
@@ -320,8 +322,11 @@ class RemoteCheckpoints:
         with self._asked() as board:
             found = board.read_name(key, take, span)
         if found is None:
-            raise CheckpointError(f"{self.address}/{key} is missing: it was removed, or a newer save has replaced it.")
+            raise self._missing(key)
         return found
+
+    def _missing(self, key: str) -> CheckpointError:
+        return CheckpointError(f"{self.address}/{key} is missing: it was removed, or a newer save has replaced it.")
 
 
 @contextmanager

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 
 from farflung.address.member_store import LATE, Ask, Record
@@ -116,20 +116,21 @@ class Admission:
             if all(holders.values()):  # the first one lives, as a rule
                 found = zip(some, ask_each(why_missing, some), strict=True)
                 holders |= {one: why for one, why in found if why is not None}
-        self._check_over(record)  # after the looks above: one whose work is done in between had not ended there
+        # After the looks above: one whose work is done in between had not ended there. A listing may be late.
+        self._check_over(record, record.ids if all(holders.values()) else self._notes.have_left(self._peers.loop))
         if not all(holders.values()):
             return holders
         with_state = [ask.member for ask in self._members.asks().values() if ask.has_state]
         unheard = zip(with_state, ask_each(why_unheard, with_state), strict=True)
         return holders | {one: why for one, why in unheard if why}
 
-    def _check_over(self, record: Record) -> None:
-        """Raise RankFailure if a member of the last generation has done its work: nothing is left to join."""
-        unheard, have_left = self._peers.heartbeats.unheard, self._notes.have_left(self._peers.loop)
-        if any(self._notes.is_done_with(one, self._peers.loop) for one in record.ids if one in have_left):
+    def _check_over(self, record: Record, ids: Collection[int]) -> None:
+        """Raise RankFailure if a member of the last generation, among `ids`, has done its work: nothing is left."""
+        notes, loop = self._notes, self._peers.loop
+        if any(notes.board.map(lambda one: notes.is_done_with(one, loop), [one for one in record.ids if one in ids])):
             self.is_over = True
             self._notes.put("left", self._member, LATE)
-            are_gone = all(self._notes.get("gone", one) or unheard(one) for one in record.ids)
+            are_gone = all(self._notes.get("gone", one) or self._peers.heartbeats.unheard(one) for one in record.ids)
             if are_gone and not all(self._notes.why_left(one) for one in record.ids):
                 raise RankFailure(_ENDED_LATER, Cause.FAULT)
             raise RankFailure(_RUN_ENDED, Cause.RUN_ENDED)
@@ -164,9 +165,9 @@ class Admission:
         if saved is not None and self._saver is not None:
             new = replace(new, newcomers=ids, saved=saved.name)
             state = {"step": saved.position, "rounds_lost": self._saver.num_lost(saved)}
-            if not self._saver.restore_logs(saved, lambda: self._members.record() == record):
-                return ""
         if self._members.append(new):
+            if saved is not None and self._saver is not None:  # before it is ready, so that nobody trains meanwhile
+                self._saver.restore_logs(saved, lambda: self._members.record() == new)
             ask_each(self._members.close, fit.values())
             self._notes.send(Event.now(Kind.BEGAN, "", number, replicas=len(ids), **state))
         return ""

@@ -156,6 +156,8 @@ class Elastic:
     def _note_entry(self, record: Record) -> None:
         self.peers.notes.put("in", self.member)
         if record.ids[0] == self.member:
+            if self.saver is not None:
+                self.saver.note_generation(record.number)
             self.peers.members.forget_before(record.number, self._transfers.names)
 
     def is_awaited(self, needs: Needs) -> bool:
@@ -193,11 +195,13 @@ class Elastic:
         now = time.monotonic()
         if now >= self._look_at and self.record is not None:
             try:
-                if now >= self._check_at:
+                there = self.peers.at_once.has_asks()
+                if is_due := now >= self._check_at:
                     self._check_at = now + self._transport.board.heartbeat_s
                     self.peers.check()
-                    self.peers.at_once.current()  # it may have vanished
-                there = self.peers.at_once.has_asks()
+                # It may have vanished, or be a later one, whose members admit others.
+                if (there or is_due) and self.peers.at_once.current().number > self.record.number:
+                    there = False
                 asking = self._admission.waiting(self.record, self._description(needs), needs) if there else {}
                 self._asking = dict([*asking.items()][: max(0, self.most - len(self.record.ids))])
             except Unreachable as error:

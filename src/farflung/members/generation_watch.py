@@ -53,12 +53,12 @@ class GenerationWatch:
             return "the others have entered a later generation"
         missing = missing or [*self._record.ids]
         ask_each = peers.notes_soon.board.map
-        num_ends, before = peers.notes_soon.num_ends(), self._num_ends
-        self._num_ends = num_ends
-        ids = self._record.ids if num_ends != before else ()
+        num_ends = peers.notes_soon.num_ends()
+        ids = self._record.ids if num_ends != self._num_ends else ()
         for one, ended in zip(ids, ask_each(lambda one: peers.notes_soon.get("gone", one), ids), strict=True):
             if ended:
                 return f"{peers.notes_soon.name_of(one)}: {ended}"
+        self._num_ends = num_ends  # once all were asked: a request may have failed
         for one, silent_s in zip(missing, ask_each(peers.heartbeats_soon.silent_s, missing), strict=True):
             if silent_s:
                 return f"{peers.notes_soon.name_of(one)}: its machine gave no sign for {in_seconds(silent_s)}"

@@ -204,6 +204,10 @@ class Saver:
             _logger.warning(f"The state at step {saved.position} was not written: {error}")
             return False
 
+    def note_generation(self, number: int) -> None:
+        """Record in a generation how many rounds have landed since the last state: the first member calls this."""
+        self._loop.put(f"g{number}/landings", str(self._since).encode())
+
     def _note(self, landed: tuple[int, int], since: int) -> None:
         self._loop.put(f"g{landed[0]}/landings", str(since).encode())  # where one that was excluded does no harm
         self._values = self._values_at(landed)
@@ -255,17 +259,16 @@ class Saver:
                 form_of(tree, part, found)
         return found
 
-    def restore_logs(self, saved: Saved, is_still_due: Callable[[], bool]) -> bool:
-        """Give logs the values that belong to a state, unless another replica has begun from it meanwhile."""
+    def restore_logs(self, saved: Saved, is_still_due: Callable[[], bool]) -> None:
+        """Give logs the values that belong to a state, unless a later generation has begun meanwhile."""
         for name, value in saved.logs.items():
             log = Log(self._run, name, _LOG_KEEPS)
             while True:  # what a killed replica had asked for may still be carried out
                 number, _ = log.last()
                 if not is_still_due():
-                    return False
+                    return
                 if log.append(number, value.encode()):
                     break
-        return True
 
     def num_lost(self, saved: Saved) -> int:
         """Return how many rounds have landed since a state, which a run that continues from it has lost."""
