@@ -1,11 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """LocalSGD and `accelerator.outer` around a prepared loop, on real gloo ranks."""
 
+import time
+
 import pytest
 import torch
 
 from farflung import LocalSGD
-from farflung.base.errors import StateError
+from farflung.base.errors import RankFailure, StateError
 from farflung.methods.recipes import local_sgd
 from farflung.testing.ranks import run_ranks
 from tests.accelerator.conftest import on_ranks
@@ -109,6 +111,27 @@ def test_an_optimizer_that_is_prepared_inside_a_block_is_counted():
             second.zero_grad()
             apart.append(not is_equal(scale))
     return apart
+
+
+def one_rank_raises():
+    def step(accelerator, model, optimizer, batch):
+        if accelerator.process_index == 1 and next(steps) == 3:
+            raise ValueError("bad sample")
+        one_step(accelerator, model, optimizer, batch)
+
+    steps, started = iter(range(9)), time.monotonic()
+    try:
+        trained(step)
+    except (RankFailure, ValueError) as error:
+        return type(error).__name__, str(error), time.monotonic() - started
+
+
+def test_an_exception_leaves_without_a_collective_and_the_others_learn_of_it():
+    (kind, message, took), (other, _, _) = run_ranks(one_rank_raises, 2)
+    assert (kind, other) == ("RankFailure", "ValueError")
+    assert "rank 1" in message
+    assert "bad sample" in message
+    assert took < 10
 
 
 def test_in_one_process_it_does_nothing():

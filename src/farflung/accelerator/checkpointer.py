@@ -262,11 +262,19 @@ class Checkpointer:
                     verification.result()
                 _explained(Checkpoint.check_unchanged, chosen)
 
-            chosen: Checkpoint = group.agree(doing, choose)[group.leader]
-            if chosen.origin:
-                chosen = self._on_this_machine(group, doing, chosen, fetched, is_lazy)
-            source = Loading(chosen, run.world.rank, run.world.size, strict, self._ranks_here)
-            table.load(run, group, doing, source, verify)
+            while True:
+                chosen: Checkpoint = group.agree(doing, choose)[group.leader]
+                if chosen.origin:
+                    chosen = self._on_this_machine(group, doing, chosen, fetched, is_lazy)
+                source = Loading(chosen, run.world.rank, run.world.size, strict, self._ranks_here)
+                try:
+                    table.load(run, group, doing, source, verify)
+                    break
+                except CheckpointError:
+                    has_failed = partial(getattr, chosen.fetch_spans, "has_failed", False)
+                    if not chosen.lazy or not any(group.agree(doing, has_failed)):
+                        raise
+                    is_lazy = False  # so that one whose shards are damaged is passed over
         named = chosen.folder.parent.resolve() / chosen.folder.name  # which may be a link, as `latest` may
         places = [Address(chosen.origin)] if chosen.origin else [named, named.resolve()]
         automatic = self.automatic
@@ -283,15 +291,17 @@ class Checkpointer:
         world, exchange = self._run.world, group.exchange
         first = world.rank - world.local_rank if exchange.size > 1 else group.leader
 
-        def fetch() -> Checkpoint:
-            if exchange.rank != first or group.leads:
+        def fetch() -> Checkpoint | None:
+            if exchange.rank != first:
+                return None
+            if group.leads:
                 return chosen
             return RemoteCheckpoints(Address(chosen.origin)).fetch(
                 chosen.save, stack, self._keep_local, is_lazy=is_lazy
             )
 
         found: Checkpoint = group.agree(doing, fetch)[first]
-        return replace(found, passed=chosen.passed, fetch=LazyFiles(found))
+        return replace(found, passed=chosen.passed, fetch_spans=LazyFiles(found, world.is_main))
 
     @property
     def _ranks_here(self) -> range | None:

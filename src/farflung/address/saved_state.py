@@ -103,7 +103,7 @@ class SavedStates:
             False if the writer was excluded, or has been overtaken by a newer state: its own is deleted.
         """
         deadline = time.monotonic() + within_s
-        while not self.is_whole(saved):
+        while not self._board.has(_done(saved)):
             if is_current is not None and not is_current():
                 break  # the other ranks have stopped writing too
             if time.monotonic() > deadline:
@@ -143,7 +143,7 @@ class SavedStates:
 
     def is_whole(self, saved: Saved) -> bool:
         """Return whether all ranks have written their parts of a state; a listing may show that too late."""
-        return all(self._board.map(self._board.get, [_key(saved.name, rank, "done") for rank in range(saved.ranks)]))
+        return all(self._board.map(self._board.get, _done(saved)))
 
     def newest(self) -> Iterator[Saved]:
         """Return the states that were kept, the newest first."""
@@ -213,6 +213,10 @@ class SavedStates:
 
 def _key(name: str, rank: int, part: str) -> str:
     return f"state/{name}/{rank}/{part}"
+
+
+def _done(saved: Saved) -> list[str]:
+    return [_key(saved.name, rank, "done") for rank in range(saved.ranks)]
 
 
 def _checked(header: Any, size: int) -> tuple[Any, list[tuple[str, torch.dtype, list[int]]]]:

@@ -139,7 +139,7 @@ class StateSender:
 
 
 class StateReceiver:
-    """Receives what a `StateSender` sends; if another member begins to send it meanwhile, that one's.
+    """Receives what a `StateSender` sends, and switches to another member that begins to send it.
 
     Args:
         find: returns the name of the latest transfer to this rank, and the member that sends it; None if there is none.

@@ -35,8 +35,8 @@ class Checkpoint:
     passed: tuple[str, ...] = ()  # why newer ones were not taken
     origin: str = ""  # the address that it was fetched from
     save: str = ""  # below which key there
-    lazy: frozenset[str] = frozenset()  # files of which nothing is here but what `fetch` has fetched
-    fetch: Fetch | None = None
+    lazy: frozenset[str] = frozenset()  # files that `fetch_spans` brings here block by block
+    fetch_spans: Any = None  # a `LazyFiles`, once this rank has the others' files
 
     @classmethod
     def open(cls, folder: Path) -> Checkpoint:

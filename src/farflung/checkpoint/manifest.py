@@ -80,12 +80,13 @@ class Manifest:
 
 
 def _row(record: FileRecord) -> dict[str, Any]:
-    blocks = {"blocks": [f"{crc32:08x}" for crc32 in record.blocks]} if record.blocks else {}
+    blocks = {"blocks": "".join(f"{crc32:08x}" for crc32 in record.blocks)} if record.blocks else {}
     return {"bytes": record.num_bytes, "crc32": f"{record.crc32:08x}", **blocks}
 
 
 def _record(row: Mapping[str, Any]) -> FileRecord:
-    num_bytes, blocks = int(row["bytes"]), tuple(int(crc32, 16) for crc32 in row.get("blocks", ()))
+    num_bytes, sums = int(row["bytes"]), row.get("blocks", "")
+    blocks = tuple(int(sums[start : start + 8], 16) for start in range(0, len(sums), 8))
     if blocks and len(blocks) != -(-num_bytes // BLOCK):
         raise ValueError(f"{num_bytes} bytes have no {len(blocks)} blocks")
     return FileRecord(num_bytes, int(row["crc32"], 16), blocks)

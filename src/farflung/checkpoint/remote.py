@@ -221,7 +221,7 @@ class RemoteCheckpoints:
 
         Args:
             stack: for as long as it is open the folder is there.
-            is_lazy: leave what shards are in to `LazyFiles`, unless a copy is kept.
+            is_lazy: leave files of shards to `LazyFiles`, unless a copy is kept; all other files are checked.
 
         Raises:
             CheckpointError: a file is missing or not what was written, or the bucket gives no answer.
@@ -238,18 +238,14 @@ class RemoteCheckpoints:
         stack.callback(staged.discard)
         is_lazy &= keep_local is None
         lazy = {file for file, record in manifest.files.items() if is_lazy and len(record.blocks) > 1}
-        if lacking := lazy - {key.removeprefix(save) for key in (self._names() if lazy else ())}:
-            raise self._missing(save + min(lacking))
         sizes = {file: record.num_bytes for file, record in manifest.files.items()}
         with bar(f"Fetching {address.name}", sum(sizes[file] for file in sizes.keys() - lazy), is_shown) as shown:
             for file in sizes:
                 (staged.folder / file).parent.mkdir(parents=True, exist_ok=True)
-            for file in lazy:
-                (staged.folder / file).touch()
-                os.truncate(staged.folder / file, sizes[file])
             acts = [
                 partial(self._fetch_whole, save, file, staged.folder, manifest, shown) for file in sizes.keys() - lazy
             ]
+            acts += [partial(self._prepare, save + file, staged.folder / file, manifest.files[file]) for file in lazy]
             side_by_side(acts, _AT_ONCE)
         manifest.write(staged.folder / paths.MANIFEST)
         if keep_local is not None:
@@ -303,17 +299,26 @@ class RemoteCheckpoints:
 
         return self._read(key, take)
 
-    def fetch_blocks(self, key: str, path: Path, record: FileRecord, numbers: range) -> None:
+    def _prepare(self, key: str, path: Path, record: FileRecord) -> None:
+        """Make room for an object that is there, and for a byte about each of its blocks: whether it was fetched."""
+        self._read(key, lambda *_: True, (0, 1))
+        for target, size in ((path, record.num_bytes), (_there(path), len(record.blocks))):
+            target.touch()
+            os.truncate(target, size)
+
+    def fetch_blocks(self, key: str, path: Path, record: FileRecord, numbers: range, shown: Bar) -> None:
         """Fetch some blocks of an object, each checked, to their places in a file."""
         start, end = numbers.start * BLOCK, min(numbers.stop * BLOCK, record.num_bytes)
 
         def take(file: BufferedReader, _: int) -> bool:
-            with _writing(path), open(path, "r+b", buffering=0) as target:
+            with _writing(path), open(path, "r+b") as target:
+                target.seek(start)
                 for number in numbers:
                     block = file.read(min(BLOCK, end - number * BLOCK))
                     if crc32(block) != record.blocks[number]:
                         raise CheckpointError(f"{self.address}/{key} is damaged in its block {number}.")
-                    os.pwrite(target.fileno(), block, number * BLOCK)
+                    target.write(block)
+                    shown.advance(len(block))
             return True
 
         self._read(key, take, (start, end - start))
@@ -322,11 +327,8 @@ class RemoteCheckpoints:
         with self._asked() as board:
             found = board.read_name(key, take, span)
         if found is None:
-            raise self._missing(key)
+            raise CheckpointError(f"{self.address}/{key} is missing: it was removed, or a newer save has replaced it.")
         return found
-
-    def _missing(self, key: str) -> CheckpointError:
-        return CheckpointError(f"{self.address}/{key} is missing: it was removed, or a newer save has replaced it.")
 
 
 @contextmanager
@@ -342,27 +344,49 @@ def _writing(path: Path) -> Iterator[None]:
         ) from error
 
 
-class LazyFiles:
-    """Fetches what is read next of a checkpoint's `lazy` files to this rank's machine, in blocks."""
+def _there(path: Path) -> Path:
+    return path.with_name(f"{path.name}.there")
 
-    def __init__(self, checkpoint: Checkpoint) -> None:
+
+class LazyFiles:
+    """Fetches the blocks of a checkpoint's `lazy` files that are read next, each to its machine once.
+
+    Attributes:
+        has_failed: a block could not be fetched, or is not what was written.
+    """
+
+    def __init__(self, checkpoint: Checkpoint, is_shown: bool) -> None:
         self._checkpoint, self._remote = checkpoint, RemoteCheckpoints(Address(checkpoint.origin))
-        self._there = defaultdict[str, set[int]](set)
+        self._is_shown, self.has_failed = is_shown, False
 
     def __call__(self, path: Path, spans: Iterable[tuple[int, int]]) -> None:
+        try:
+            self._fetch(path, spans)
+        except CheckpointError:
+            self.has_failed = True
+            raise
+
+    def _fetch(self, path: Path, spans: Iterable[tuple[int, int]]) -> None:
         name, manifest = path.relative_to(self._checkpoint.folder).as_posix(), self._checkpoint.manifest
         if manifest is None or name not in self._checkpoint.lazy:
             return
         wanted = {n for start, length in spans for n in range(start // BLOCK, -(-(start + length) // BLOCK))}
-        runs = list[range]()
-        for number in sorted(wanted - self._there[name]):
-            if runs and runs[-1].stop == number and len(runs[-1]) < _BLOCKS:
-                runs[-1] = range(runs[-1].start, number + 1)
-            else:
-                runs.append(range(number, number + 1))
-        key, record = self._checkpoint.save + name, manifest.files[name]
-        side_by_side([partial(self._remote.fetch_blocks, key, path, record, run) for run in runs], _AT_ONCE)
-        self._there[name] |= wanted
+        key, record, runs = self._checkpoint.save + name, manifest.files[name], list[range]()
+        with open(_there(path), "r+b") as file:
+            fcntl.flock(file, fcntl.LOCK_EX)  # other ranks of this machine may read the same
+            there = bytearray(file.read())
+            for number in sorted(number for number in wanted if not there[number]):
+                if runs and runs[-1].stop == number and len(runs[-1]) < _BLOCKS:
+                    runs[-1] = range(runs[-1].start, number + 1)
+                else:
+                    runs.append(range(number, number + 1))
+            with bar(f"Fetching {name}", BLOCK * sum(map(len, runs)), self._is_shown) as shown:
+                fetch = partial(self._remote.fetch_blocks, key, path, record, shown=shown)
+                side_by_side([partial(fetch, run) for run in runs], _AT_ONCE)
+            for number in wanted:
+                there[number] = 1
+            file.seek(0)
+            file.write(there)
 
 
 def _copy_in(folder: Path, manifest: Manifest) -> Checkpoint | None:

@@ -319,7 +319,7 @@ class _Launcher:
     def _enroll(self, notes: LauncherNotes, name: str) -> int:
         """Give a process that is about to start an id of its own; delete the records of the last but one before it.
 
-        Those of the last one stay, and how each of them has ended: a generation may name it for long.
+        Those of the last one stay. The name and the end of each stay recorded: a generation may still name it.
         """
         member, members = notes.enroll(name, self._machine), self._members[name]
         while len(members) > 1:

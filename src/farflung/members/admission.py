@@ -117,7 +117,7 @@ class Admission:
                 found = zip(some, ask_each(why_missing, some), strict=True)
                 holders |= {one: why for one, why in found if why is not None}
         # After the looks above: one whose work is done in between had not ended there. A listing may be late.
-        self._check_over(record, record.ids if all(holders.values()) else self._notes.have_left(self._peers.loop))
+        self._check_over(record, self._notes.have_left(self._peers.loop) if holders else record.ids)
         if not all(holders.values()):
             return holders
         with_state = [ask.member for ask in self._members.asks().values() if ask.has_state]

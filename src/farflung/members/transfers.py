@@ -87,7 +87,9 @@ class Transfers:
             if newcomer in self._senders:
                 self._senders.pop(newcomer).stop()
                 with suppress(Unreachable):
-                    self._peers.at_once.end_transfer(newcomer)
+                    board = self._peers.at_once
+                    if board.transfer(newcomer, 0) == (self._names[newcomer], self._member):  # not yet another giver's
+                        board.end_transfer(newcomer)
 
     def close(self) -> None:
         """End all transfers, and wait a moment for their threads."""

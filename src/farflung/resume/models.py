@@ -173,7 +173,7 @@ def read_model(model: nn.Module, checkpoint: Checkpoint, index: int, strict: boo
     """
     path = checkpoint.model_path(index, taken)
     if paths.SHARDS.fullmatch(path.name):
-        return _read_shards(model, path, checkpoint.fetch, strict)
+        return _read_shards(model, path, checkpoint.fetch_spans, strict)
     named = fitted(model, read_weights(path), path, strict)
     state = model.state_dict()
     return {name: cut(value, state.get(name)) for name, value in named.items()}

@@ -248,7 +248,7 @@ def read_optimizer(models: Sequence[nn.Module], optimizer: Any, checkpoint: Chec
     path = shards if shards.is_dir() else checkpoint.folder / paths.optimizer(index)
     with damage_as(f"{path} is not the state of an optimizer"):
         if shards.is_dir():
-            return _read_optimizer_shards(models, optimizer, lazy.sharded.ShardReader(shards, checkpoint.fetch))
+            return _read_optimizer_shards(models, optimizer, lazy.sharded.ShardReader(shards, checkpoint.fetch_spans))
         state: dict[str, Any] = read_torch(path)
         if any(isinstance(name, str) for group in state["param_groups"] for name in group["params"]):
             state = by_number(state, parameter_names(models, optimizer), optimizer, path)
