@@ -1,16 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
 """The recipes that `auto` chooses for a line, and how it corrects their intervals on lines that change."""
 
+import itertools
 import statistics
 from dataclasses import replace
+from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 from hypothesis import given, strategies as st
 
 from farflung.auto.choice import FOREVER, Interval, IntervalController, Link, Measurements, averages, choose, workload
+from farflung.auto.tuner import LineTuner
 from farflung.config.outer import OuterSettings
 from farflung.cost.methods import Rows, efficiency, gradients, name_of
 from farflung.cost.model import cost_of
+from farflung.methods.schedule import Streaming
 
 MBIT = 1e6
 FREE = Link(1e12, 1e-6)
@@ -237,3 +242,23 @@ def test_goodput_is_near_the_best_again_within_30_rounds_of_a_change_of_the_line
             now = new or now
         best = next(row for row in Rows(run, 5_000).chosen if row.outer is not None and row.outer.recipe == name)
         assert statistics.median(found[30:]) > 0.9 * best.goodput, (rate, best, found)
+
+
+def test_rounds_of_a_flush_and_those_before_a_change_is_in_force_change_nothing():
+    loop = Mock(is_first=True, schedule=Streaming(16, 3, 2))
+    tuner = LineTuner(parameters=PARAMETERS)
+    tuner.chosen(OuterSettings("streaming_diloco", every=16, fragments=3, delay=2), None, 100_000, is_first=False)
+    tuner.follow(loop)
+    steps = itertools.count()
+
+    def rounds(number, is_flush=False):
+        at = next(steps)
+        for _ in range(number):
+            this = SimpleNamespace(step=at if is_flush else next(steps), seconds_exposed=1e9, members=(0, 1))
+            tuner._round_ended(this)
+        return loop.change_schedule.call_count
+
+    assert rounds(40, is_flush=True) == 0
+    assert rounds(10) == 1
+    assert rounds(5) == 1
+    assert rounds(10) == 2

@@ -184,7 +184,7 @@ def test_what_travels_while_training_goes_on_takes_no_time_of_its_own():
     assert train.seconds_on_line(method, LINE, 100, 40_000) == pytest.approx(45.0 - 10 * 0.25)  # five steps a round
 
 
-@pytest.mark.parametrize("exchange", ["reduced", "gathered"])
+@pytest.mark.parametrize("exchange", ["reduced", "gathered", "either"])
 @pytest.mark.parametrize("replicas", [2, 4])
 def test_with_the_bytes_of_the_model_it_is_the_forecast(exchange, replicas):
     method = Method("m", every=10, fragments=2, delay=1, exchange=exchange)

@@ -25,6 +25,11 @@ def test_step_line_and_size_are_those_of_the_run(run):
     assert found["latency"] == "50ms"
 
 
+def test_steps_are_those_of_the_replica_that_has_made_the_most(tmp_path):
+    write_run(tmp_path / "one", [sign(1, 40, 85), sign(2, 1280, 201, ended=0), sign(4, 600, 201, ended=0)])
+    assert measured(ObservedRun(tmp_path / "one"))["steps"] == "1280"
+
+
 def test_a_flag_takes_precedence_and_what_no_run_knows_is_asked_for(run):
     done = CliRunner().invoke(plan, ["--from", str(run.path), "--bandwidth", "1Gbit", "--table"])
     assert done.exit_code == 0
@@ -32,6 +37,7 @@ def test_a_flag_takes_precedence_and_what_no_run_knows_is_asked_for(run):
     assert done.output.count("\n") > 5
     (run.path / "rounds.jsonl").unlink()
     done = CliRunner().invoke(plan, ["--from", str(run.path)])
+    assert "--replicas 2 (without rounds these seconds include the exchange of gradients" in done.output
     assert done.exit_code == 2
     assert "Missing --bandwidth." in done.output
 

@@ -76,6 +76,13 @@ def test_figures_are_the_sums_of_what_the_files_say(run):
     assert re.fullmatch(f"{shares}; 0.167 replica-hours; sent 110 MB, DDP would have sent 16.1 GB", str(found))
 
 
+def test_bytes_are_those_of_all_ranks_of_an_island(run):
+    each = figures(run).bytes_sent
+    events = run.path / "events.jsonl"
+    events.write_text(events.read_text().replace('"island": 1', '"island": 4'))
+    assert figures(ObservedRun(run.path)).bytes_sent == 4 * each
+
+
 def test_a_replica_that_was_started_again_counts_with_its_earlier_life(tmp_path):
     signs = [sign(1, 1280, 201, ended=0), sign(3, 480, 85), sign(4, 600, 201, ended=0)]
     write_run(tmp_path / "one", signs)
@@ -96,6 +103,14 @@ def test_a_replica_that_was_started_again_counts_with_its_earlier_life(tmp_path)
             {"recipe": "auto"},
             [{"recipe": "diloco", "options": {"every": 8, "codec": "e3m0"}}, {"options": {"every": 16, "delay": 0}}],
             ("diloco e3m0", 16),
+        ),
+        (
+            {"recipe": "auto", "steps": "500"},
+            [
+                {"recipe": "diloco", "options": {"every": 8, "codec": "e3m0"}},
+                {"recipe": "streaming_diloco", "options": {"every": 16}},  # a loop that was resumed
+            ],
+            ("streaming_diloco e3m0", 16),
         ),
         ({"recipe": "diloco"}, [], None),  # how often isn't known
         ({"recipe": "diloco", "every": "8x"}, [{"options": {"every": None, "delay": []}}], None),

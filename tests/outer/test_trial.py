@@ -40,7 +40,7 @@ CHOICES = {
     "by time": OuterSettings("edit", seconds=1e-3),
     "gradients": OuterSettings("post_local_sgd", warmup=10**9),
 }
-KNOWN = Link(1e6, 0.1), 0.5, 1.0, True
+KNOWN = Link(1e6, 0.1), 0.5, 1.0, True, 0
 
 
 class FixedTuner:
@@ -99,6 +99,22 @@ def test_all_ranks_continue_with_what_was_chosen_and_end_alike(name, averaging_s
     assert others == [measured] * 2
     assert "TrialSchedule" not in descriptions[0]
     assert stats[0].rounds > (0 if name == "by time" else 4)
+
+
+def test_a_run_has_the_steps_that_its_schedule_tells_after_the_first_update():
+    def planned_once(group):
+        one = Auto(group, FixedTuner(CHOICES["diloco"]))
+        one.tuner.planned = lambda: 40 if one.loop.position == 2 else None
+        one.train(0, 30)
+        state = one.loop.state_dict()
+        one.loop.detach()
+        again = Auto(group, FixedTuner(CHOICES["diloco"]))
+        again.tuner.planned = lambda: None
+        again.loop.load_state_dict(state)
+        again.loop.detach()
+        return one.tuner.measured.steps, again.tuner.told[0]
+
+    assert run_replicas(planned_once, 2) == [(40, 40)] * 2
 
 
 def test_gradients_are_averaged_for_ever_where_that_is_chosen():

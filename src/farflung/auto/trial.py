@@ -68,6 +68,7 @@ class RecipeTrial(Chooser):
         self._is_kept = False  # for newcomers, with the run's records
         self._link: Link | None = None
         self._spec = _ALONE  # the recipe that was chosen, as a text, or one of the two kinds of trial
+        self._steps = 0  # of the run, as a schedule tells once its first update is done; 0: unknown
 
     @property
     def is_measuring(self) -> bool:  # type: ignore[override]
@@ -106,7 +107,8 @@ class RecipeTrial(Chooser):
         if not self.is_measuring or quorum.group.size == 1:
             return None
         if known := self._quorum.together(self._measure_line):
-            *step_s, is_constant = known
+            *step_s, is_constant, steps = known
+            self._steps = int(steps)
             measured = self._measured(step_s, self._gathered(*self._planned())[0], bool(is_constant))
             return self._decide(replace(measured, may_average=quorum.group.is_direct))
         if quorum.group.is_direct and self._tuner.averages(self._measured((), (0, 0))):
@@ -120,15 +122,17 @@ class RecipeTrial(Chooser):
         return self._recipe
 
     def state_dict(self) -> dict[str, Any]:
-        return {"auto": self._spec}
+        return {"auto": self._spec, "auto_steps": self._steps}
 
     def resumed(self, state: Mapping[str, Any]) -> Recipe | None:
         if (spec := state.get("auto")) is None:
             return None
+        self._steps = state.get("auto_steps", 0)
         return self._on_trial(spec) if spec in (_ALONE, _AVERAGED) else self._take(spec, None)
 
     def note_step(self, waited_s: float, waits_in_steps: bool) -> None:
         self._waits_in_steps = waits_in_steps
+        self._steps = self._steps or self._tuner.planned() or 0
         if self._quorum.group.size > 1 and any(parameter.is_cuda for parameter in self._model.parameters()):
             torch.cuda.synchronize()
         self._times.append(time.perf_counter() - waited_s)
@@ -218,10 +222,11 @@ class RecipeTrial(Chooser):
         """Measure the line, all members at once, unless the first one remembers it from an earlier start.
 
         Returns:
-            The seconds of the fastest and the slowest replica's step then, and whether learning rates were constant.
+            The seconds of the fastest and the slowest replica's step then, whether learning rates were constant, and
+            the steps of the run; nothing if the line was measured now.
         """
         known = self._tuner.remembered(self._count()[0], self._quorum.group.size)
-        numbers = (0.0,) * 5 if known is None else (known[0].bandwidth_bps, known[0].turn_s, *known[1:])
+        numbers = (0.0,) * 6 if known is None else (known[0].bandwidth_bps, known[0].turn_s, *known[1:])
         remembered = self._gathered(*numbers)[0]
         if remembered[0] > 0:
             self._link = Link(*remembered[:2])
@@ -260,7 +265,7 @@ class RecipeTrial(Chooser):
         """Return the steps of the run and those of a pass over the data; 0: unknown."""
         inside = after_warmup(self._recipe.schedule)
         assert isinstance(inside, TrialSchedule)
-        return inside.steps or self._tuner.planned() or 0, self._tuner.pass_steps() or 0
+        return inside.steps or self._steps or self._tuner.planned() or 0, self._tuner.pass_steps() or 0
 
     def _measured(self, step_s: Sequence[float], planned: Sequence[float], is_constant: bool = False) -> Measurements:
         quorum, (parameters, buffer_bytes) = self._quorum, self._count()

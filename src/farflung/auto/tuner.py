@@ -48,17 +48,18 @@ class LineTuner:
         self.planned, self.pass_steps, self.rates, self._parameters = planned, pass_steps, rates, parameters
         self._loop: weakref.ref[OuterLoop] | None = None
         self._corrector: IntervalController | None = None  # until something is chosen
-        self._landed_at = time.perf_counter()
+        self._landed_at, self._step = time.perf_counter(), -1  # of the latest round
+        self._num_before = 0  # rounds that are still to come as before the latest change
 
-    def remembered(self, parameters: int, replicas: int) -> tuple[Link, float, float, bool] | None:
-        """Return the line, the seconds of the fastest and the slowest replica's step, and whether learning rates were
-        constant, as an earlier start of this run measured them; the first member's count."""
+    def remembered(self, parameters: int, replicas: int) -> tuple[Link, float, float, bool, int] | None:
+        """Return the line, the seconds of the fastest and the slowest replica's step, whether learning rates were
+        constant, and the steps of the run or 0, as an earlier start of it measured them; the first member's count."""
         folder = run_folder()
         with suppress(OSError, ValueError, KeyError, TypeError):
             row = json.loads((folder / _FILE).read_text()) if folder is not None else {}
             if [row[key] for key in _KEYS] == [parameters, replicas]:
                 link = Link(row["bandwidth_bps"], row["turn_s"])
-                return link, row["fastest_s"], row["slowest_s"], row["is_rate_constant"]
+                return link, row["fastest_s"], row["slowest_s"], row["is_rate_constant"], row["steps"]
         return None
 
     def averages(self, measured: Measurements) -> bool:
@@ -90,7 +91,7 @@ class LineTuner:
             return
         scale = workload(measured).step_s / workload(replace(measured, is_averaged=False)).step_s
         row = {key: getattr(measured, key) for key in _KEYS} | asdict(measured.link)
-        row["is_rate_constant"] = measured.is_rate_constant
+        row |= {"is_rate_constant": measured.is_rate_constant, "steps": steps or 0}
         row |= {"fastest_s": scale * min(measured.step_s), "slowest_s": scale * max(measured.step_s)}
         with suppress(OSError), atomic_file(folder / _FILE) as path:
             path.write_text(json.dumps(row))
@@ -103,9 +104,13 @@ class LineTuner:
     def _round_ended(self, this: Round) -> None:
         now = time.perf_counter()
         elapsed_s, self._landed_at = now - self._landed_at, now
+        is_of_flush, self._step = this.step == self._step, this.step
         loop = None if self._loop is None else self._loop()
         inside = None if loop is None else loop.schedule
         if self._corrector is None or loop is None or not loop.is_first or not isinstance(inside, (Every, Streaming)):
+            return
+        if is_of_flush or self._num_before:  # without steps between, nothing but waiting is left of the time
+            self._num_before -= not is_of_flush
             return
         interval = Interval(inside.every, inside.fragments, inside.delay)
         waiting = min(1.0, this.seconds_exposed / max(elapsed_s, 1e-9))
@@ -116,6 +121,7 @@ class LineTuner:
             said = f"rounds waited {waiting:.0%} of the time, so it changes {' and '.join(changes)}."
             _note(Kind.CHOSEN, said, waiting=waiting, options=asdict(new))
             loop.change_schedule(new.every, new.delay)
+            self._num_before = 2 * interval.fragments - 1  # until it is in force for each fragment
 
 
 def _note(kind: Kind, line: str, **facts: Any) -> None:

@@ -24,7 +24,7 @@ from farflung.auto.choice import Choice, Link, Measurements, choose
 from farflung.checkpoint.writer import FileWriter, write_safetensors
 from farflung.comm.ddp_hook import average_hook
 from farflung.config.outer import AUTO
-from farflung.cost.model import Method, Workload, copies, cost_of
+from farflung.cost.model import Method, Workload, cost_of
 from farflung.cost.recipes import method_of
 from farflung.demo.gpt import GPT, loss_per_sequence
 from farflung.demo.settings import ALONE, MODEL_FILE, DemoSettings, Point, Result, save_results
@@ -199,8 +199,8 @@ class Trial:
 
 def seconds_on_line(method: Method, run: Workload, steps: int, bytes_sent: float) -> float:
     """Return the seconds that `steps` steps take by the cost model, for the bytes measured in place of the method's."""
-    exchanges = steps / method.every * copies(method.exchange, run.replicas)
-    measured = replace(method, bits=8 * bytes_sent / (exchanges * run.parameters))
+    computed = steps * cost_of(run, method).bytes_sent_per_step
+    measured = replace(method, bits=method.bits * bytes_sent / computed if bytes_sent else 0.0)
     return steps * cost_of(run, measured).seconds_per_step
 
 

@@ -76,7 +76,7 @@ def figures(run: ObservedRun, price_hour: float | None = None, price_gb: float |
     island = 1 if model is None else max(1, int(model["island"]))
     leaders = [one for one in run.lives if one.row["rank"] % island == 0]
     hours = sum(one.row["time"] - one.row["begun"] for one in leaders) / 3600
-    sent, ddp = _bytes(run, leaders)
+    sent, ddp = _bytes(run, leaders, island)
     usd = None
     if price_hour is not None or price_gb is not None:
         usd = hours * (price_hour or 0.0) + (sent or 0.0) / _GB * (price_gb or 0.0)
@@ -149,8 +149,8 @@ def ddp_bytes_per_step(run: ObservedRun, replicas: float) -> float | None:
     return None if model is None or replicas < 1 else 2 * (replicas - 1) / replicas * model["bytes"]
 
 
-def _bytes(run: ObservedRun, leaders: list[Rank]) -> tuple[float | None, float | None]:
-    """Return what all replicas have sent, and what DDP would have."""
+def _bytes(run: ObservedRun, leaders: list[Rank], island: int) -> tuple[float | None, float | None]:
+    """Return what all replicas have sent, each of so many ranks, and what DDP would have."""
     voted = run.voted
     many = sum(len(row.members) for row in voted) / len(voted) if voted else float(len(leaders))
     each = ddp_bytes_per_step(run, many)
@@ -158,7 +158,7 @@ def _bytes(run: ObservedRun, leaders: list[Rank]) -> tuple[float | None, float |
     if not voted:
         return ddp, ddp  # without rounds, the gradients of each step
     is_elastic = voted[0].member is not None
-    return sum(row.bytes_sent * (1 if is_elastic else len(row.members)) for row in run.rounds), ddp
+    return island * sum(row.bytes_sent * (1 if is_elastic else len(row.members)) for row in run.rounds), ddp
 
 
 def model_of(run: ObservedRun) -> Row | None:
@@ -171,9 +171,11 @@ def _efficiency(run: ObservedRun, replicas: int) -> Efficiency | None:
     names = ("recipe", "every", "codec", "delay", "steps")
     given = {name: run.facts["settings"].get(f"outer_{name}") for name in names}
     now = {name: setting["value"] for name, setting in given.items() if is_setting(setting)}
-    for event in run.events:
+    for event in run.current:
         if event.kind is Kind.CHOSEN and isinstance(options := event.facts.get("options"), dict):
-            now |= {name: event.facts[name] for name in ("recipe", "steps") if name in event.facts} | options
+            named = {name: event.facts[name] for name in ("recipe", "steps") if name in event.facts}
+            former = {"steps": now.get("steps")} if "recipe" in named else now
+            now = former | options | named
     numbers = (str(now.get(name)) for name in ("every", "delay", "steps"))
     every, delay, planned = (int(text) if text.isdecimal() else 0 for text in numbers)
     model, name = model_of(run), name_of(now.get("recipe"), now.get("codec"), delay)

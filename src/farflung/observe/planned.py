@@ -17,14 +17,15 @@ from farflung.observe.run import ObservedRun
 def measured(run: ObservedRun) -> dict[str, str | int]:
     """Return the flags of `farflung plan` that a run gives, by name.
 
-    A step is the time in which its first replica computed, by its steps. The line's rate is the bytes of a round by the
-    time of its exchange, in the median: less than the line where that is not what takes the time. Half of the shortest
-    vote is its latency. Without rounds nothing is known of the line.
+    A step is the time in which the replica with the most steps computed, by its steps. The line's rate is the bytes of
+    a round by the time of its exchange, in the median: less than the line where that is not what takes the time. Half
+    of the shortest vote is its latency. Without rounds nothing is known of the line, and steps include the exchange of
+    gradients.
 
     Raises:
         ConfigError: no steps were made.
     """
-    first = next(iter(writers(run)), None)
+    first = max(writers(run), key=lambda one: one.step, default=None)
     if first is None or not first.step:
         raise ConfigError(f"{run.path} is of a run that made no step, so it has measured nothing.")
     computed = sum(span.end - span.begin for span in spans(run, first) if span.name == "computing")
@@ -52,6 +53,8 @@ def _take(context: click.Context, option: click.Parameter, name: str | None) -> 
     found = measured(run)
     context.default_map = {**found, **(context.default_map or {})}
     flags = " ".join(f"--{key} {value}" for key, value in found.items())
+    if "bandwidth" not in found and int(found["replicas"]) > 1:
+        flags += " (without rounds these seconds include the exchange of gradients; --step_seconds is without it)"
     click.echo(f"farflung: as measured: {flags}{run.unread and f' ({run.unread})'}", err=True)
 
 

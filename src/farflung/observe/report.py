@@ -63,7 +63,7 @@ def page(data: Sequence[Mapping[str, Any]]) -> str:
 
 def data_of(run: ObservedRun, cost: Figures) -> dict[str, Any]:
     """Return what a page shows of a run."""
-    own = run.rounds_of(writers(run)[0].row.get("member")) if writers(run) else []
+    own = max((run.rounds_of(one.row.get("member")) for one in writers(run)), key=len, default=[])
     sent = list(accumulate(row.bytes_sent for row in own))
     each = None if own else ddp_bytes_per_step(run, len(run.ranks))
     curves = {curve.name: _curve(run, curve, own, sent, each) for curve in run.curves.drawn}
@@ -140,7 +140,8 @@ def _curve(
     They are not known (None) of earlier attempts.
     """
     k, sent_by = 0, list[float | None]()
-    steps = [number if point.step is None else point.step for number, point in enumerate(curve.points)]
+    sizes = accumulate(point.size for point in curve.points)  # of points that stand for several
+    steps = [size - 1 if point.step is None else point.step for size, point in zip(sizes, curve.points, strict=True)]
     for point, step in zip(curve.points, steps, strict=True):
         while k < len(own) and own[k].time <= point.time:
             k += 1
