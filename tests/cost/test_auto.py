@@ -254,7 +254,9 @@ def test_rounds_of_a_flush_and_those_before_a_change_is_in_force_change_nothing(
     def rounds(number, is_flush=False):
         at = next(steps)
         for _ in range(number):
-            this = SimpleNamespace(step=at if is_flush else next(steps), seconds_exposed=1e9, members=(0, 1))
+            this = SimpleNamespace(
+                step=at if is_flush else next(steps), seconds_exposed=1e9, seconds_hidden=0.0, members=(0, 1)
+            )
             tuner._round_ended(this)
         return loop.change_schedule.call_count
 
@@ -262,3 +264,15 @@ def test_rounds_of_a_flush_and_those_before_a_change_is_in_force_change_nothing(
     assert rounds(10) == 1
     assert rounds(5) == 1
     assert rounds(10) == 2
+
+
+@pytest.mark.parametrize(("under_way", "shortens"), [(3.0, False), (0.5, True)])
+def test_rounds_that_use_all_of_their_delay_get_no_shorter_one(under_way, shortens):
+    settings = OuterSettings("streaming_diloco", every=12, fragments=2, delay=3)
+    corrector = IntervalController(300, settings, 14_000_000)
+    now, stall = Interval(12, 2, 3), 0.02
+    waiting = stall / (6 + stall)
+    hidden = under_way / (6 + stall)
+    found = [corrector.note(100, now, waiting, 2, hidden) for _ in range(10)]
+    assert any(found) == shortens
+    assert all(one is None or (one.every < 12 and one.delay < 3) for one in found)

@@ -228,32 +228,42 @@ class IntervalController:
     def __init__(self, steps: int | None, settings: OuterSettings, parameters: int) -> None:
         self._known_steps, self._steps = steps, steps or ASSUMED_STEPS
         self._settings, self._parameters = settings, parameters
-        self._shares: deque[float] = deque(maxlen=_WINDOW)
+        self._shares, self._hidden = deque[float](maxlen=_WINDOW), deque[float](maxlen=_WINDOW)
         self._before: tuple[Interval, float] | None = None  # what the last change left, and its goodput
         self._number, self._members = 0, 2
         # By whether rounds get longer: until when they may not, and for how many rounds after the next failure.
         self._rests_until, self._rests = {True: 0, False: 0}, {True: _REST, False: _REST}
 
-    def note(self, step: int, now: Interval, waiting: float, members: int) -> Interval | None:
-        """Count a round after `step`, in which a share of the time was waiting; return the interval to change to."""
+    def note(self, step: int, now: Interval, waiting: float, members: int, hidden: float = 0.0) -> Interval | None:
+        """Count a round after `step`; return the interval to change to.
+
+        Args:
+            waiting, hidden: seconds in which it was waited for, and in which it was under way without that, for each
+                second since the round before.
+        """
         self._number += 1
         self._steps = self._known_steps or max(ASSUMED_STEPS, 2 * step)
         if members < 2:  # no evidence: alone there is no line
             self._shares.clear()
             return None
         self._shares.append(waiting)
+        self._hidden.append(hidden)
         self._members = members
         if step > 0.9 * self._steps or len(self._shares) <= _WINDOW // 2:
             return None
         is_whole = len(self._shares) == _WINDOW
         waited = statistics.median_low([*self._shares, *[0.0] * (_WINDOW - len(self._shares))])  # at least
-        new = self._changed(now, waited / max(1 - waited, 1e-3) * now.every / now.fragments, is_whole)
+        steps = now.every / now.fragments / max(1 - waited, 1e-3)  # in a second for each
+        new = self._changed(now, steps * waited, steps * statistics.median(self._hidden), is_whole)
         if new is not None:
             self._shares.clear()
         return new
 
-    def _changed(self, now: Interval, stall: float, is_whole: bool) -> Interval | None:
-        """Return the interval to change to. A fragment waits for `stall` steps, or for more unless `is_whole`."""
+    def _changed(self, now: Interval, stall: float, hidden: float, is_whole: bool) -> Interval | None:
+        """Return the interval to change to.
+
+        A fragment is under way for `hidden` steps, and then waits for `stall` steps, or for more unless `is_whole`.
+        """
         goodput = self._goodput(now, stall)
         if self._before is not None:
             before, then = self._before
@@ -265,11 +275,16 @@ class IntervalController:
                 return before
             if is_whole:
                 self._before = None
-        found = {one: self._goodput(one, stall - max(0, one.delay - now.delay)) for one in self._others(now, stall)}
+
+        def expected(one: Interval) -> float:
+            later = one.delay - now.delay
+            return self._goodput(one, stall - later if later >= 0 else stall + max(0.0, hidden - one.delay))
+
+        found = {one: expected(one) for one in self._others(now, stall)}
         found = {
-            one: expected
-            for one, expected in found.items()
-            if expected > _GAIN * goodput
+            one: goodput_then
+            for one, goodput_then in found.items()
+            if goodput_then > _GAIN * goodput
             and self._number >= self._rests_until[_is_longer(one, now)]
             and (is_whole or _is_longer(one, now))
         }

@@ -114,7 +114,8 @@ class LineTuner:
             return
         interval = Interval(inside.every, inside.fragments, inside.delay)
         waiting = min(1.0, this.seconds_exposed / max(elapsed_s, 1e-9))
-        new = self._corrector.note(this.step, interval, waiting, len(this.members))
+        hidden = this.seconds_hidden / max(elapsed_s, 1e-9)
+        new = self._corrector.note(this.step, interval, waiting, len(this.members), hidden)
         if new is not None:
             changes = [f"H from {interval.every} to {new.every} steps"] * (new.every != interval.every)
             changes += [f"the delay from {interval.delay} to {new.delay}"] * (new.delay != interval.delay)
