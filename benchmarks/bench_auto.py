@@ -194,7 +194,7 @@ def table(lines: list[dict[str, Any]]) -> list[str]:
             if figures["losses"]:
                 efficiency[method] = efficiency_of(figures["losses"], curves)
                 autos |= {line["megabits"]: figures} if method == AUTO else {}
-    alone_s = min(methods[NONE]["seconds"] for methods in by_rate.values())
+    alone_s = min(methods[NONE]["seconds"] for methods in by_rate.values() if NONE in methods)
     rows = []
     for megabits, methods in sorted(by_rate.items()):
         auto = autos[megabits]

@@ -324,11 +324,20 @@ def test_the_page_of_frameworks_has_what_became_of_public_scripts(benchmark):
 
 
 def test_the_page_of_evidence_has_what_auto_chose(benchmark):
-    rows = benchmark("bench_auto").table([line for line in results("auto") if line["size"] == "small"])
-    assert len(rows) == 4
-    assert "\n".join(rows) in EVIDENCE
-    (change,) = [line for line in results("auto") if "rounds_until_low" in line["figures"]][-1:]
-    assert "after {}, {} and {} rounds".format(*change["figures"]["rounds_until_low"]) in EVIDENCE
+    for size in ("small", "large"):
+        rows = benchmark("bench_auto").table([line for line in results("auto") if line["size"] == size])
+        assert len(rows) == 4
+        assert "\n".join(rows) in EVIDENCE
+        for one, best in ((row[3], row[6]) for row in (line.split(" | ") for line in rows)):
+            assert float(one) >= 0.95 * float(best)
+    changes = {
+        tuple(run["figures"]["megabits"]): run["figures"] for run in results("auto") if "megabits" in run["figures"]
+    }
+    assert "after {}, {} and {} rounds".format(*changes[100, 10, 100]["rounds_until_low"]) in EVIDENCE
+    (_, after_it), (from_it,) = changes[100, 10]["goodput"], changes[10,]["goodput"]
+    assert f"{after_it} of DDP on a free line" in words("evidence")
+    assert f"from the start, to {from_it}" in words("evidence")
+    assert after_it > 0.9 * from_it
 
 
 def test_the_page_of_elastic_runs_has_the_waits_and_losses_that_were_measured():
