@@ -37,7 +37,7 @@ def test_a_flag_takes_precedence_and_what_no_run_knows_is_asked_for(run):
     assert done.output.count("\n") > 5
     (run.path / "rounds.jsonl").unlink()
     done = CliRunner().invoke(plan, ["--from", str(run.path)])
-    assert "--replicas 2 (without rounds these seconds include the exchange of gradients" in done.output
+    assert " (without rounds these seconds include the exchange of gradients" in done.output
     assert done.exit_code == 2
     assert "Missing --bandwidth." in done.output
 

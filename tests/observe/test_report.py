@@ -105,7 +105,7 @@ def test_a_replica_that_was_started_again_counts_with_its_earlier_life(tmp_path)
             ("diloco e3m0", 16),
         ),
         (
-            {"recipe": "auto", "steps": "500"},
+            {"recipe": "auto"},
             [
                 {"recipe": "diloco", "options": {"every": 8, "codec": "e3m0"}},
                 {"recipe": "streaming_diloco", "options": {"every": 16}},  # a loop that was resumed

@@ -17,7 +17,6 @@ from importlib.metadata import version
 from unittest.mock import Mock
 
 import pytest
-import torch
 
 from farflung.base.events import Event, Kind, record
 from farflung.config.launch import LaunchSettings
@@ -272,19 +271,3 @@ def test_the_last_sign_of_a_rank_is_whole_however_long_its_error_is(tmp_path, mo
     row = json.loads((tmp_path / "ranks" / "rank0.json").read_text())
     assert row["ended"] == 1
     assert row["why"].startswith("ValueError: äö")
-
-
-def test_steps_count_on_where_a_script_trains_another_model_and_once_where_several_optimizers_step():
-    steps, weights = run_files.Steps(), [torch.nn.Parameter(torch.zeros(1))]
-    steps.look()
-
-    def optimizers(number):
-        return [torch.optim.SGD(weights, lr=0.1) for _ in range(number)]
-
-    for number in (1, 2, 1):
-        each = optimizers(number)
-        for _ in range(5):
-            for optimizer in each:
-                optimizer.step()
-        del each, optimizer
-    assert steps.number == 15

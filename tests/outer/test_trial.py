@@ -103,13 +103,16 @@ def test_all_ranks_continue_with_what_was_chosen_and_end_alike(name, averaging_s
 
 def test_a_run_has_the_steps_that_its_schedule_tells_after_the_first_update():
     def planned_once(group):
-        one = Auto(group, FixedTuner(CHOICES["diloco"]))
-        one.tuner.planned = lambda: 40 if one.loop.position == 2 else None
+        tuner, loops = FixedTuner(CHOICES["diloco"]), []
+        tuner.planned = lambda: 40 if loops and loops[0].position == 2 else None
+        one = Auto(group, tuner)
+        loops.append(one.loop)
         one.train(0, 30)
         state = one.loop.state_dict()
         one.loop.detach()
-        again = Auto(group, FixedTuner(CHOICES["diloco"]))
-        again.tuner.planned = lambda: None
+        tuner = FixedTuner(CHOICES["diloco"])
+        tuner.planned = lambda: None
+        again = Auto(group, tuner)
         again.loop.load_state_dict(state)
         again.loop.detach()
         return one.tuner.measured.steps, again.tuner.told[0]

@@ -42,7 +42,7 @@ class Group(Protocol):
     """Ranks that talk to each other. All tensors are contiguous; every rank makes the same calls in the same order.
 
     The collectives are made of `all_gather` and `broadcast`. A group for which there are shorter ways has its own. What
-    is said of lost ranks is right if all ranks live in one thread, so that none can be lost alone.
+    it tells of lost ranks is right if all ranks live in one thread, so that none can be lost alone.
 
     Attributes:
         is_concurrent: a thread may use a `duplicate` while another one uses the group itself.

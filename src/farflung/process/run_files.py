@@ -16,6 +16,7 @@ import sys
 import threading
 import time
 import warnings
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, closing, contextmanager, suppress
 from copy import copy
@@ -26,7 +27,6 @@ from numbers import Real
 from pathlib import Path
 from types import FrameType
 from typing import Any, TextIO
-from weakref import WeakSet
 
 from farflung.base.events import EVENTS as SINKS, FILES_ONLY, Event, Kind, Sink, record, tell
 from farflung.base.files import open_lines
@@ -244,11 +244,11 @@ class _Copied:
 
 
 class Steps:
-    """Counts the steps of a process's optimizers, whoever calls them: one for all that step before one steps again."""
+    """Counts the steps of a process's optimizers, whoever calls them: of the one that has made the most."""
 
     def __init__(self) -> None:
-        self._stepped = WeakSet[Any]()
-        self.number, self.is_on = 0, False
+        self._counts: defaultdict[int, int] = defaultdict(int)
+        self.is_on = False
 
     def look(self) -> None:
         """Begin to count, once torch is loaded."""
@@ -257,10 +257,11 @@ class Steps:
             sys.modules["torch.optim.optimizer"].register_optimizer_step_post_hook(self._count)
 
     def _count(self, optimizer: Any, *_: Any) -> None:
-        if not self._stepped or optimizer in self._stepped:
-            self.number += 1
-            self._stepped.clear()
-        self._stepped.add(optimizer)
+        self._counts[id(optimizer)] += 1
+
+    @property
+    def number(self) -> int:
+        return max(list(self._counts.values()), default=0)
 
 
 class Heartbeat:
