@@ -2,8 +2,6 @@
 """Several attempts of a run in one folder, and several launchers of one attempt: each end is that of its beginning."""
 
 import json
-import os
-import socket
 import time
 
 import pytest
@@ -18,7 +16,7 @@ from farflung.observe.report import report
 from farflung.observe.run import ObservedRun
 from farflung.observe.watch import watch
 from farflung.process import run_files
-from tests.observe.made import T0, a_round, add_lines, sign, write_lines, write_run
+from tests.observe.made import a_round, write_lines
 
 ONE = {"processes": 2, "machines": 1, "machine_rank": 0}
 SERVES = {"replicas": 1, "address": "10.0.0.1:29500", "join": "more join with `...`"}
@@ -34,12 +32,12 @@ def machine(rank, machines=2):
 def begun(path, world):
     """A launcher that has started, in this process."""
     folder = make_folder(resolve({"run_dir": str(path)}), "train.py", (), world)
-    folder.write(Event.now(Kind.STARTED, **world))
+    folder.show(Event.now(Kind.STARTED, **world))
     return folder
 
 
 def ends(folder, code):
-    folder.write(Event.now(Kind.ENDED, code=code))
+    folder.show(Event.now(Kind.ENDED, code=code))
 
 
 @pytest.fixture
@@ -200,15 +198,3 @@ def test_ranks_that_a_launcher_starts_again_draw_no_step_twice(tmp_path, as_rank
     run_files.add_lines(tmp_path / "rounds.jsonl", [rounds[0] | new | {"member": None, "number": 2, "bytes_sent": 7}])
     run.look()
     assert [(one.number, one.bytes_sent) for one in run.voted] == [(2, 7)]
-
-
-def test_a_folder_of_a_former_release_has_attempts_by_their_order(tmp_path):
-    now = write_run(tmp_path / "run", [sign(1, 1280, 190), sign(2, 1280, 190, ended=0)])
-    ended = {"event": "ended", "time": T0 + 195, "code": 0}
-    add_lines(tmp_path / "run" / "events.jsonl", ended, {"event": "started", "time": T0 + 198, "replicas": 1})
-    facts = json.loads((tmp_path / "run" / "run.json").read_text())
-    facts |= {"host": socket.gethostname(), "pid": os.getpid(), "started": time.time()}
-    (tmp_path / "run" / "run.json").write_text(json.dumps(facts))
-    run = ObservedRun(tmp_path / "run", lambda: now)
-    assert (run.state, run.ranks, run.begun) == ("running", [], T0 + 198)
-    assert "ended with exit code 0" in told(watch, tmp_path / "run", "--once")

@@ -38,7 +38,7 @@ def set_clock(request, monkeypatch):
 
 def engine_of(tmp_path, **by):
     engine = ForegroundEngine()
-    handle = {"begun": 0.0, "machine": socket.gethostname(), **by}
+    handle = {"host": socket.gethostname(), **by}
     engine._job = Job(LaunchSettings(hosts="a"), "train.py", (), tmp_path, handle)
     return engine
 
@@ -66,7 +66,7 @@ def test_a_process_that_is_gone_has_no_identity(process):
     identity = process_identity(process.pid)
     process.kill()
     process.wait()
-    assert process_state(process.pid, identity, 0.0) == "gone"
+    assert process_state(process.pid, identity) == "gone"
     with pytest.raises(ProcessLookupError):
         process_identity(process.pid)
 

@@ -180,7 +180,7 @@ def test_what_takes_longer_than_the_start_of_a_lone_script_is_added_beside_it(fa
 def test_the_facts_of_a_run_say_what_was_started_where_and_from_which_commit(home, monkeypatch):
     def begun(world):
         made = folder.make_folder(resolve({}), "code/train.py", ["--lr"], world)
-        made.write(Event.now(Kind.STARTED, **world))
+        made.show(Event.now(Kind.STARTED, **world))
         return made.path, json.loads((made.path / "run.json").read_text()), rows_of(made.path / "events.jsonl")[0]
 
     monkeypatch.delenv("FARFLUNG_RUN_DIR")

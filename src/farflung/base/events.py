@@ -25,7 +25,7 @@ EVENTS.propagate = False
 EVENTS.setLevel(logging.DEBUG)
 FILES_ONLY = logging.DEBUG  # the level of events that no screen shows
 
-_VERSION = 1  # of the JSON; 0 before events were values
+_VERSION = 1  # of the JSON
 
 
 class Kind(str, Enum):
@@ -65,10 +65,6 @@ class Kind(str, Enum):
     OUTVOTES = "outvotes"
 
 
-_OF_REPLICAS = (
-    *(Kind.WAITS, Kind.BEGAN, Kind.JOINED, Kind.DIFFERS, Kind.REFUSED, Kind.LOST, Kind.RECONNECTED, Kind.EXCLUDED),
-    Kind.OUTVOTES,
-)
 _WAYS = {"NO": "in one process", "FSDP": "by FSDP"}
 _OWN_KEYS = ("event", "v", "time", "replica", "generation")
 
@@ -114,11 +110,8 @@ class Event:
 
     @classmethod
     def of_row(cls, row: Mapping[str, Any]) -> Event | None:
-        """Return the event of a JSON object, also of one without a version, as run folders before 0.2 have them.
-
-        What a later version has written, or an unknown kind, becomes a note.
-        """
-        name, at, version = row.get("event"), row.get("time"), row.get("v", 0)
+        """Return the event of a JSON object; None: it is none. One of a later version, or kind, becomes a note."""
+        name, at, version = row.get("event"), row.get("time"), row.get("v", _VERSION)
         who, generation = row.get("replica", ""), row.get("generation")
         if not isinstance(name, str) or not isinstance(at, (int, float)) or not isinstance(version, int):
             return None
@@ -146,7 +139,7 @@ def words(event: Event) -> str:
     if "message" in event.facts:
         return str(event.facts["message"])
     try:
-        sentence = _of_replicas(event) if event.kind in _OF_REPLICAS else _of_a_launcher(event)
+        sentence = _of_replicas(event) or _of_a_launcher(event)
     except (LookupError, TypeError, ValueError, ArithmeticError, AttributeError, OSError):  # facts of another version
         return " ".join(filter(None, (event.who, event.kind.value, json.dumps(dict(event.facts), default=str))))
     return sentence if event.generation is None else f"generation {event.generation}: {sentence}"
@@ -188,8 +181,10 @@ def _of_replicas(event: Event) -> str:
             return f"with {them} at work one of them can spoil the weights: {rule}"
         case Kind.OUTVOTES:
             return f"with {them} at work the robust rule outvotes any one of them again"
-        case _:
+        case Kind.RECONNECTED:
             return f"{them} connected again ({why})"
+        case _:
+            return ""
 
 
 def _late_again(facts: Mapping[str, Any]) -> str:
@@ -215,8 +210,7 @@ def _of_a_launcher(event: Event) -> str:
             which = f"restart {facts['restart']} of {facts['max_restarts']} within an hour"
             return f"{who} {facts['how']}; it starts again in {facts['wait_s']:g} s ({which})"
         case Kind.RESTARTED:
-            restart = facts["restart"] if "restart" in facts else facts["attempt"] - 1  # as 0.1 wrote it
-            return f"the processes start again (restart {restart} of {facts['max_restarts']})"
+            return f"the processes start again (restart {facts['restart']} of {facts['max_restarts']})"
         case Kind.FAILED if "why" in facts:
             return f"{who} failed: {(facts['why'].splitlines() or [''])[0]}"
         case Kind.FAILED:

@@ -15,7 +15,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from typing import Any, TextIO
 
-from farflung.base.events import EVENTS, FILES_ONLY, Event, Kind, Sink, tell, words
+from farflung.base.events import EVENTS, Event, Kind, Sink, tell, words
 from farflung.config import environ
 from farflung.config.launch import LaunchSettings
 from farflung.launch.folder import RunFolder
@@ -24,7 +24,6 @@ from farflung.observe.records import Lines
 from farflung.process.run_files import EVENTS as EVENTS_FILE
 
 _LOOK_S = 0.5  # between two looks at what ranks have written
-_NOT_IN_FOLDERS = {"report", "goes_on"}  # reports, and the ends of launchers whose runs continue
 _UNSPOKEN = (Kind.STARTED, Kind.ENDED)  # between what a script prints, unless the event says how to join
 
 
@@ -51,20 +50,6 @@ class Screen(Sink):
             show_box(sentence, event.facts["report"])
         elif sentence:
             tell(f"farflung: {sentence}")
-
-
-class FolderSink(Sink):
-    """The run's folder, which has the reports of failures as the ranks have written them."""
-
-    is_folder = True
-
-    def __init__(self, folder: RunFolder) -> None:
-        super().__init__(FILES_ONLY)
-        self._folder = folder
-
-    def show(self, event: Event) -> None:
-        if not event.facts.keys() & _NOT_IN_FOLDERS:
-            self._folder.write(event)
 
 
 @contextmanager

@@ -6,7 +6,6 @@ from __future__ import annotations
 import json
 import os
 import platform
-import socket
 import subprocess
 import sys
 import time
@@ -18,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from farflung.base.errors import ConfigError
-from farflung.base.events import Event, Kind, tell
+from farflung.base.events import FILES_ONLY, Event, Kind, Sink, tell
 from farflung.base.files import atomic_file
 from farflung.base.optional import installed_version
 from farflung.config import environ
@@ -26,16 +25,17 @@ from farflung.config.launch import LaunchSettings
 from farflung.config.resolve import Resolved
 from farflung.observe.attempts import next_attempt
 from farflung.observe.folder import FACTS, LATEST, RUNS
-from farflung.process.identity import process_identity
+from farflung.process.identity import this_process
 from farflung.process.run_files import EVENTS, LOGS, add_lines
 
 NONE = "none"  # in place of a folder
 SUBMITTED = "engine.json"  # what was submitted to an engine, whose launchers write into the folder of whoever did it
+_NOT_IN_FOLDERS = {"report", "goes_on"}  # reports, which the ranks write, and the ends of launchers whose runs continue
 _GIT_WITHIN_S = 2.0
 
 
-class RunFolder:
-    """The folder of one run on this machine, as its launcher has it; without a path nothing is written.
+class RunFolder(Sink):
+    """The folder of one run on this machine, to which its launcher writes events; without a path it writes none.
 
     Args:
         path: None: there is none.
@@ -43,7 +43,10 @@ class RunFolder:
         launcher: its id among those that write there; None: it submits a run, and others launch it.
     """
 
+    is_folder = True
+
     def __init__(self, path: Path | None, attempt: int = 1, launcher: str | None = None) -> None:
+        super().__init__(FILES_ONLY)
         self.path, self._attempt, self._launcher = path, attempt, launcher
 
     @property
@@ -59,18 +62,15 @@ class RunFolder:
             return settings
         return replace(settings, log_dir=str(self.path / LOGS))
 
-    def write(self, event: Event) -> None:
-        """Add an event of this launcher to the folder, if there is one."""
+    def show(self, event: Event) -> None:
+        if self.path is None or event.facts.keys() & _NOT_IN_FOLDERS:
+            return
         row = event.row()
         if self._launcher is not None:
             row |= {"attempt": self._attempt, "launcher": self._launcher}
         if event.kind is Kind.STARTED:
-            row |= {"attempt": self._attempt, **_process()}
-        if self.path is not None:
-            add_lines(self.path / EVENTS, [row])
-
-
-NO_FOLDER = RunFolder(None)
+            row |= {"attempt": self._attempt, **this_process()}
+        add_lines(self.path / EVENTS, [row])
 
 
 def make_folder(
@@ -87,7 +87,7 @@ def make_folder(
     """
     settings = resolved.settings
     if settings.run_dir == NONE:
-        return NO_FOLDER
+        return RunFolder(None)
     path = Path(settings.run_dir or RUNS).absolute()
     try:
         path.mkdir(parents=True, exist_ok=True)
@@ -108,7 +108,7 @@ def make_folder(
         if settings.run_dir:
             raise ConfigError(f"run_dir is {settings.run_dir!r}, but {problem}. Name another one, or none.") from None
         tell(f"farflung: {problem}, so there is none; --run-dir names another place")
-        return NO_FOLDER
+        return RunFolder(None)
     return made
 
 
@@ -168,15 +168,10 @@ def _facts(resolved: Resolved, script: str, arguments: Sequence[str], world: Map
         "started": time.time(),
         "command": sys.argv,
         "folder": os.getcwd(),
-        **_process(),
+        **this_process(),
         "world": dict(world),
         "settings": {name: {"value": value, "from": origin} for name, value, origin in resolved.rows()},
     }
-
-
-def _process() -> dict[str, Any]:
-    pid = os.getpid()
-    return {"host": socket.gethostname(), "pid": pid, "identity": process_identity(pid)}
 
 
 def _environment(script: str) -> dict[str, Any]:

@@ -15,7 +15,7 @@ from farflung.config import environ
 from farflung.config.engines import LOCAL
 from farflung.config.resolve import Resolved
 from farflung.launch.codes import DONE, INTERRUPTED, EngineFailure, of_error, refused
-from farflung.launch.events import FolderSink, Screen, showing, showing_ranks
+from farflung.launch.events import Screen, showing, showing_ranks
 from farflung.launch.folder import RunFolder, make_folder
 from farflung.launch.options import launch_flags
 from farflung.launch.plan import Script
@@ -73,7 +73,7 @@ def launch_script(resolved: Resolved, script: Script) -> int:
             allow_connections()
         started = starter.prepare()
         folder = make_folder(resolved, script.name, script.arguments, started, starter.is_lone)
-        EVENTS.addHandler(FolderSink(folder))
+        EVENTS.addHandler(folder)
         record(Kind.STARTED, **started)
         code = INTERRUPTED
         try:

@@ -2,8 +2,7 @@
 """The attempts of a run in one folder: `--run-dir` again, a job that was requeued, each with launchers of its own.
 
 Several launchers write into one folder at the same time: those of the machines of a run, or of its replicas. Each has
-an id, and its end is its own. The end that a submitter reports, and one in a folder of a former release, has no id: it
-is that of the attempt.
+an id, and its end is its own. The end that a submitter reports has no id: it is that of the attempt.
 """
 
 from __future__ import annotations
@@ -57,7 +56,7 @@ class Attempt:
 def is_gone(launcher: Row) -> bool:
     """Return whether a launcher is known to have ended, as it was one of this machine."""
     is_here = launcher["host"] == socket.gethostname()
-    return is_here and process_state(launcher["pid"], launcher.get("identity"), launcher["started"]) == "gone"
+    return is_here and process_state(launcher["pid"], launcher.get("identity")) == "gone"
 
 
 def next_attempt(folder: Path, world: Mapping[str, Any]) -> int:
@@ -82,10 +81,8 @@ class Attempts:
         """Read the next event; return the number of the attempt that it belongs to."""
         facts, launcher = event.facts, event.facts.get("launcher")
         number = self.latest.number
-        if launcher is not None or "rank" in facts:  # others have numbers of another kind, or none
+        if launcher is not None or "rank" in facts or event.kind is Kind.STARTED:  # in others it is another number
             number = int(facts.get("attempt", number))
-        elif event.kind is Kind.STARTED:
-            number = facts.get("attempt") or number + (self.latest.whole_code is not None)
         if event.kind is Kind.STARTED and number > self.latest.number:
             self.all = [*(one for one in self.all if one.begun), Attempt(number)]
         attempt = next((one for one in self.all if one.number == number), self.latest)

@@ -27,10 +27,9 @@ from farflung.observe.figures import (
     writers,
 )
 from farflung.observe.folder import named_run
-from farflung.observe.history import KINDS, described, timeline
 from farflung.observe.logged import MOST_POINTS, Curve
 from farflung.observe.records import RoundLine
-from farflung.observe.run import ObservedRun, Rank
+from farflung.observe.run import KINDS, ObservedRun, Rank
 
 _MOST_CELLS = 2000  # of a replica's row, in the page
 _PICTURES = ("png", "svg", "pdf")
@@ -70,10 +69,9 @@ def data_of(run: ObservedRun, cost: Figures) -> dict[str, Any]:
     places = _round_curves(run, own, curves)
     loss, shown = run.curves.loss, run.voted
     per = max(1, -(-len(shown) // _MOST_CELLS))
-    grid = {name: _condensed(cells, per) for name, cells in timeline(run, shown).items()}
-    events = [
-        (event.time - run.first_begun, described(run, event)) for event in run.events if event.kind is not Kind.PROCESS
-    ]
+    grid = {name: _condensed(cells, per) for name, cells in run.timeline(shown).items()}
+    told = [event for event in run.events if event.kind is not Kind.PROCESS]
+    events = [(event.time - run.first_begun, run.described(event)) for event in told]
     return {
         "name": run.label,
         "state": run.state,

@@ -6,14 +6,14 @@ from __future__ import annotations
 import socket
 import time
 from collections import defaultdict, deque
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
 from math import inf
 from pathlib import Path
 from typing import Any
 
 from farflung.base.errors import ConfigError
-from farflung.base.events import Event, Kind
+from farflung.base.events import Event, Kind, words
 from farflung.base.signals import REQUEUE
 from farflung.observe import records
 from farflung.observe.attempts import Attempts, Life, is_gone
@@ -28,6 +28,7 @@ _STUCK_S = 5.0  # in one call
 _DEAD_S = 60.0  # without a sign of anybody
 _ENDS = {0: "finished", REQUEUE: "saved at a signal"}  # other exit codes are failures
 _RATE_S = 4.0  # over which steps a second are counted, at least
+KINDS = ("lost", "dropped", "joined", "ran", "away")  # what a round was for a replica, the most notable first
 
 
 @dataclass
@@ -266,7 +267,7 @@ class ObservedRun:
         is_here = row["host"] == socket.gethostname()
         ended = row.get("ended") is not None
         silent_s = 0.0 if ended else max(0.0, self.now - since)
-        status = process_state(row["pid"], row.get("identity"), row["begun"]) if is_here and not ended else ""
+        status = process_state(row["pid"], row.get("identity")) if is_here and not ended else ""
         return Rank(self.title(row), row, silent_s, status, self._rate(row))
 
     def steps_of(self, row: Row) -> StepLines | None:
@@ -376,3 +377,25 @@ class ObservedRun:
     def voted(self) -> list[RoundLine]:
         """The rounds, oldest first: of each the first line."""
         return [self._voted[key] for key in sorted(self._voted)]
+
+    # ---- as the screen and the page show it
+
+    def timeline(self, rounds: Sequence[RoundLine]) -> dict[str, list[str]]:
+        """Return what each round was for each replica that took part in one, by name: one of `KINDS`.
+
+        A replica that was started again is a new member of its name.
+        """
+        members = sorted({member for this in rounds for member in this.members})
+        noun = "rank" if rounds and rounds[0].member is None else "member"
+        names = {member: self.title({noun: member}) for member in members}
+        rows = {name: ["away"] * len(rounds) for name in names.values()}
+        for k, this in enumerate(rounds):
+            lost = rounds[k + 1].lost if k + 1 < len(rounds) else {}
+            for member in sorted(this.members, reverse=True):
+                kind = "joined" if member in this.joined else "dropped" if this.dropped else "ran"
+                rows[names[member]][k] = "lost" if str(member) in lost else kind
+        return rows
+
+    def described(self, event: Event) -> str:
+        """Return what happened, in words."""
+        return words(event if event.who else replace(event, who=self.title(event.facts)))

@@ -25,7 +25,6 @@ from farflung.base.events import Kind
 from farflung.base.words import counted, in_bytes, in_seconds
 from farflung.observe.figures import figures
 from farflung.observe.folder import named_run
-from farflung.observe.history import described, timeline
 from farflung.observe.problems import problems
 from farflung.observe.run import ObservedRun
 
@@ -105,7 +104,7 @@ def _rounds(run: ObservedRun, width: int, back: int) -> Table:
     end = max(len(rounds) - back, min(len(rounds), 1))
     shown = rounds[max(0, end - max(10, width - 16)) : end]
     table = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0))
-    for name, kinds in timeline(run, shown).items():
+    for name, kinds in run.timeline(shown).items():
         cells = Text()
         for kind in kinds:
             cells.append(*_CELLS[kind])
@@ -143,7 +142,7 @@ def _events(run: ObservedRun, width: int) -> Text:
     said = Text()
     for event in [event for event in run.events if event.kind is not Kind.PROCESS][-_NUM_EVENTS:]:
         when = time.strftime("%H:%M:%S", time.localtime(event.time))
-        said.append(f"{when} ", style="dim").append(f"{described(run, event)}\n")
+        said.append(f"{when} ", style="dim").append(f"{run.described(event)}\n")
     said.rstrip()
     return said
 
@@ -172,15 +171,8 @@ def _pressed(has_keys: bool, wait_s: float) -> str:
         return ""
     if not select.select([sys.stdin], [], [], wait_s)[0]:
         return ""
-    key = _typed()
-    while key.startswith("\x1b") and len(key) < 3 and select.select([sys.stdin], [], [], 0.05)[0]:
-        key += _typed()
-    return key[-1:]
-
-
-def _typed() -> str:
-    """Return the next byte that was typed; `sys.stdin` would keep those after it where `select` doesn't see them."""
-    return os.read(sys.stdin.fileno(), 1).decode(errors="replace")
+    # An arrow has three bytes. `sys.stdin` would keep those after them where `select` doesn't see them.
+    return os.read(sys.stdin.fileno(), 3).decode(errors="replace")[-1:]
 
 
 def follow(run: ObservedRun, console: Console) -> None:

@@ -4,8 +4,10 @@
 from __future__ import annotations
 
 import os
+import socket
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 _START_TIME = 19  # of the fields of /proc/PID/stat that follow the name: proc_pid_stat(5)
 
@@ -36,18 +38,22 @@ def process_identity(pid: int) -> str:
         raise ProcessLookupError(pid) from None
 
 
-def process_state(pid: int, identity: str | None, begun: float) -> str:
+def this_process() -> dict[str, Any]:
+    """Return what a file says of this process, so that others find it and no other of its number."""
+    return {"host": socket.gethostname(), "pid": os.getpid(), "identity": process_identity(os.getpid())}
+
+
+def process_state(pid: int, identity: str | None) -> str:
     """Return whether a process of this machine is `running`, `stopped` or `gone`.
 
     Args:
-        identity: as `process_identity` returned it; None: a former release has not written it.
-        begun: a time after its start, in seconds since 1970, which tells it from others if there is no identity.
+        identity: as `process_identity` returned it; None: whichever has this number now.
     """
     import psutil
 
     try:
         process = psutil.Process(pid)
-        is_other = process.create_time() > begun + 1 if identity is None else process_identity(pid) != identity
+        is_other = identity is not None and process_identity(pid) != identity
         status = psutil.STATUS_ZOMBIE if is_other else process.status()
     except (ProcessLookupError, psutil.Error):
         return "gone"
@@ -69,7 +75,7 @@ def has_ended(address: str) -> bool:
     number, _, identity = process.partition(" ")
     boot = identity.partition(":")[0]
     is_here = bool(boot) and container == _container() and process_identity(os.getpid()).startswith(f"{boot}:")
-    return is_here and process_state(int(number), identity, 0.0) == "gone"
+    return is_here and process_state(int(number), identity) == "gone"
 
 
 def _container() -> str:

@@ -11,7 +11,6 @@ import atexit
 import json
 import os
 import re
-import socket
 import sys
 import threading
 import time
@@ -25,7 +24,6 @@ from io import BufferedWriter, FileIO, StringIO, TextIOWrapper
 from math import inf
 from numbers import Real
 from pathlib import Path
-from types import FrameType
 from typing import Any, TextIO
 
 from farflung.base.events import EVENTS as SINKS, FILES_ONLY, Event, Kind, Sink, record, tell
@@ -33,7 +31,7 @@ from farflung.base.files import open_lines
 from farflung.comm.frames import innermost_calls, user_call
 from farflung.config import environ
 from farflung.process.failure import ERROR_FILE
-from farflung.process.identity import process_identity
+from farflung.process.identity import this_process
 from farflung.process.place import Place
 
 ROUNDS, METRICS, EVENTS, STEPS = "rounds.jsonl", "metrics.jsonl", "events.jsonl", "steps.jsonl"
@@ -89,13 +87,12 @@ def _show_warning(
     frame: Any = sys._getframe(1)
     while frame is not None and frame.f_globals.get("__name__", "").endswith("warnings"):
         frame = frame.f_back
-    if frame is not None and ("-packages" not in frame.f_code.co_filename or _is_ours(frame)):
+    if frame is None:
+        return
+    is_ours = str(frame.f_globals.get("__name__")).partition(".")[0] == __name__.partition(".")[0]
+    if is_ours or "-packages" not in frame.f_code.co_filename:
         facts = {"message": str(message), "category": category.__name__, "at": f"{filename}:{lineno}"}
         record(Kind.WARNING, level=FILES_ONLY, **facts)
-
-
-def _is_ours(frame: FrameType) -> bool:
-    return str(frame.f_globals.get("__name__")).partition(".")[0] == __name__.partition(".")[0]
 
 
 def add_lines(path: Path, rows: list[dict[str, Any]]) -> None:
@@ -274,8 +271,7 @@ class Heartbeat:
     def __init__(self, folder: Path) -> None:
         self._folder, self._who = folder, who()
         self._name = name_of(self._who)
-        self._begun, self._host, self._pid = time.time(), socket.gethostname(), os.getpid()
-        self._identity = process_identity(self._pid)
+        self._begun, self._process = time.time(), this_process()
         self._steps, self._told, self._told_at, self._steps_at = Steps(), 0, -inf, -inf
         self._place: Any = None
         self._moved_at = time.monotonic()  # the clock of the day may be set
@@ -301,8 +297,8 @@ class Heartbeat:
         if place != self._place:
             self._place, self._moved_at = place, at
         since = now - (at - self._moved_at)
-        row = {"time": now, **self._who, "host": self._host, "pid": self._pid, "begun": self._begun, "step": step}
-        row |= {"identity": self._identity, "call": call.name, "at": call.at, "since": since, **more}
+        row = {"time": now, **self._who, **self._process, "begun": self._begun, "step": step}
+        row |= {"call": call.name, "at": call.at, "since": since, **more}
         if at - self._moved_at > _STUCK_S and frame is not None:
             row["stack"] = [f"{made.filename}:{made.lineno} in {made.name}" for made in innermost_calls(frame)]
         self._told_at = at

@@ -43,7 +43,7 @@ def end_with_launcher() -> None:
         return
     is_tied = ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL) == 0
     # It may have ended before; or its child is another program, which has started this process.
-    if is_tied and os.getppid() != launcher and process_state(launcher, None, inf) == "gone":
+    if is_tied and os.getppid() != launcher and process_state(launcher, None) == "gone":
         os.kill(os.getpid(), signal.SIGKILL)
 
 
@@ -53,7 +53,7 @@ def mark_of(token: str) -> bytes:
 
 
 def split_reports(lines: Iterable[bytes], mark: bytes) -> Iterator[tuple[bool, bytes]]:
-    """Undo `_Merged`: yield each line of a stream, and whether it is a report or what was printed, as it was."""
+    """Undo `_merged`: yield each line of a stream, and whether it is a report or what was printed, as it was."""
     held = b""
     for line in lines:
         printed, is_report, report = line.partition(mark)
@@ -67,30 +67,22 @@ def split_reports(lines: Iterable[bytes], mark: bytes) -> Iterator[tuple[bool, b
         yield False, held
 
 
-class _Merged:
-    """The stderr of a command, with the lines of a second pipe between, each after a mark: whole, and at any place."""
+def _merged(mark: bytes, printed: int, reported: int) -> list[threading.Thread]:
+    """Start threads that write to stderr what is printed, with lines of `reported` between, each whole and marked."""
+    lock = threading.Lock()
 
-    def __init__(self, mark: bytes) -> None:
-        self._mark, self._lock = mark, threading.Lock()
-        self._threads: list[threading.Thread] = []
-
-    def add(self, source: int, is_marked: bool) -> None:
-        thread = threading.Thread(target=self._copy, args=(source, is_marked), daemon=True)
-        self._threads.append(thread)
-        thread.start()
-
-    def join(self) -> None:
-        """Wait until all is written, but not for processes that the command has left behind."""
-        for thread in self._threads:
-            thread.join(1.0)
-
-    def _copy(self, source: int, is_marked: bool) -> None:
-        with os.fdopen(source, "rb", buffering=-1 if is_marked else 0) as pipe:
-            while data := pipe.readline() if is_marked else pipe.read(65536):
-                with self._lock, suppress(OSError):  # nobody reads; the command must not wait for that
-                    rest = memoryview(self._mark + data if is_marked else data)
+    def copy(source: int, mark: bytes) -> None:
+        with os.fdopen(source, "rb", buffering=-1 if mark else 0) as pipe:
+            while data := pipe.readline() if mark else pipe.read(65536):
+                with lock, suppress(OSError):  # nobody reads; the command must not wait for that
+                    rest = memoryview(mark + data)
                     while rest:
                         rest = rest[os.write(2, rest) :]
+
+    threads = [threading.Thread(target=copy, args=each, daemon=True) for each in ((printed, b""), (reported, mark))]
+    for thread in threads:
+        thread.start()
+    return threads
 
 
 def run_tethered(command: Sequence[str], token: str, has_key: bool = False) -> int:
@@ -119,13 +111,12 @@ def run_tethered(command: Sequence[str], token: str, has_key: bool = False) -> i
         )
         os.close(stderr)
         os.close(reports)
-        merged = _Merged(mark_of(token))
-        merged.add(printed, False)
-        merged.add(reported, True)
+        merged = _merged(mark_of(token), printed, reported)
         try:
             return _run(process)
         finally:
-            merged.join()
+            for thread in merged:  # until all is written, but not for processes that the command has left behind
+                thread.join(1.0)
 
 
 def _line() -> str:

@@ -15,6 +15,7 @@ import pytest
 
 from farflung.launch.codes import BY_SIGNAL, DONE, ENGINE, FAILED
 from farflung.launch.engines import connections
+from farflung.process.identity import this_process
 from tests.launch.engines.launchers import ENDS, launched, make_python
 from tests.launch.engines.rays import StandIn
 from tests.launch.engines.test_engine import submitted
@@ -143,14 +144,14 @@ def test_a_missing_package_is_named_and_a_dry_run_needs_none(home, monkeypatch, 
     [("follow", "process 7 on elsewhere shows what it prints"), ("cancel", "was started on elsewhere")],
 )
 def test_a_run_of_another_launcher_is_answered_without_a_cluster(word, answer, home, monkeypatch, capsys):
-    submitted(home, {"pid": 7, "machine": "elsewhere"}, engine="ray")
+    submitted(home, {"pid": 7, "host": "elsewhere"}, engine="ray")
     monkeypatch.setitem(sys.modules, "ray", None)
     assert call_farflung(word, "run") == ENGINE
     assert answer in capsys.readouterr().err
 
 
 def test_the_run_of_another_user_is_not_cancelled(home, monkeypatch, capsys):
-    submitted(home, connections.this_launcher(), engine="ray")
+    submitted(home, this_process(), engine="ray")
     monkeypatch.setattr(os, "kill", Mock(side_effect=PermissionError))
     assert call_farflung("cancel", "run") == ENGINE
     assert f"run is of another user, as its process {os.getpid()} is" in capsys.readouterr().err

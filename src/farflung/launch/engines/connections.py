@@ -28,7 +28,7 @@ from farflung.launch.codes import BY_SIGNAL, DONE, FAILED, EngineFailure
 from farflung.launch.engines.engine import Job
 from farflung.launch.events import pass_on
 from farflung.launch.supervisor import SUPERVISED, Supervisor
-from farflung.process.identity import process_identity, process_state
+from farflung.process.identity import process_state
 from farflung.process.tether import SIGN_S, mark_of, split_reports
 
 GONE = 255  # exit code of ssh if the connection or the machine behind it fails
@@ -285,7 +285,7 @@ class ForegroundEngine(Generic[L]):
         if by := self._job.handle:
             raise EngineFailure(
                 f"{self._job.name} was started by {self._job.engine}: process {by['pid']} on "
-                f"{by['machine']} shows what it prints, and nobody else gets it. `farflung watch {self._job.name}` "
+                f"{by['host']} shows what it prints, and nobody else gets it. `farflung watch {self._job.name}` "
                 "shows where it is."
             )
         return self._connections.follow(self._look)
@@ -296,9 +296,9 @@ class ForegroundEngine(Generic[L]):
     def cancel(self) -> str:
         """End the launcher that holds the connections, if it runs on this machine, and so what it has started."""
         name, by = self._job.name, self._job.handle
-        if by["machine"] != socket.gethostname():
-            raise EngineFailure(f"{name} was started on {by['machine']}: `farflung cancel {name}` there ends it.")
-        if process_state(by["pid"], by.get("identity"), by.get("begun", 0.0)) == "gone":
+        if by["host"] != socket.gethostname():
+            raise EngineFailure(f"{name} was started on {by['host']}: `farflung cancel {name}` there ends it.")
+        if process_state(by["pid"], by.get("identity")) == "gone":
             return f"{name} has ended before"
         try:
             os.kill(by["pid"], signal.SIGTERM)
@@ -307,12 +307,6 @@ class ForegroundEngine(Generic[L]):
                 f"{name} is of another user, as its process {by['pid']} is: only that user can end it."
             ) from None
         return f"{name} ends: process {by['pid']} was asked to, and has the hosts end too"
-
-
-def this_launcher() -> dict[str, Any]:
-    """Return the handle by which `cancel` finds this process."""
-    pid = os.getpid()
-    return {"pid": pid, "identity": process_identity(pid), "begun": time.time(), "machine": socket.gethostname()}
 
 
 def _read(pipe: IO[bytes]) -> Iterator[bytes]:

@@ -27,8 +27,8 @@ _NOT_INNER = ("engine", "hosts", "sync", "engine_options", "dry_run", "config_fi
 _TO_FIND = ("engine", "hosts", "engine_options", "elastic", "replicas", "meet", "json")  # a job that was submitted
 # What `follow`, `scale` and `cancel` need of a handle, by engine.
 _HANDLES: Mapping[str, Mapping[str, type]] = {
-    "ssh": {"pid": int, "machine": str, "hosts": list},
-    "ray": {"pid": int, "machine": str},
+    "ssh": {"pid": int, "host": str, "hosts": list},
+    "ray": {"pid": int, "host": str},
     "slurm": {"jobs": list, "next": int},
     "kubernetes": {"job": str, "namespace": str},
 }

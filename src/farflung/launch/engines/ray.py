@@ -27,11 +27,12 @@ from farflung.comm.patience import waiting
 from farflung.config import environ
 from farflung.config.launch import DEFAULT_PORT, LaunchSettings
 from farflung.launch.codes import EngineFailure
-from farflung.launch.engines.connections import GONE, Connection, Connections, ForegroundEngine, this_launcher
+from farflung.launch.engines.connections import GONE, Connection, Connections, ForegroundEngine
 from farflung.launch.engines.engine import Job, launcher_command
 from farflung.launch.network import get_free_port
 from farflung.launch.shell import start_of
 from farflung.launch.supervisor import max_restarts
+from farflung.process.identity import this_process
 from farflung.process.tether import SIGN_S
 
 _OPTIONS = ("address", "cpus", "gpus", "folder", "wait")  # keys of `engine_options`
@@ -299,7 +300,7 @@ class Ray(ForegroundEngine[RayConnection]):
         cluster, times = self._cluster, max_restarts(job.settings)
         self._connections = Connections(job.settings, cluster.token, cluster.start, names, times)
         self._next, self._asked = job.count, (job.count, 0.0)  # replicas, and when `scale` has asked for them
-        return this_launcher()
+        return this_process()
 
     def follow(self) -> int:
         try:

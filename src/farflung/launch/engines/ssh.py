@@ -33,12 +33,13 @@ from farflung.config.key import run_key
 from farflung.config.launch import DEFAULT_PORT, LaunchSettings, flags_for
 from farflung.launch.codes import EngineFailure
 from farflung.launch.engines import probe
-from farflung.launch.engines.connections import GONE, Connections, ForegroundEngine, SshConnection, this_launcher
+from farflung.launch.engines.connections import GONE, Connections, ForegroundEngine, SshConnection
 from farflung.launch.engines.engine import Job, launcher_command
 from farflung.launch.folder import SUBMITTED
 from farflung.launch.network import is_loopback
 from farflung.launch.shell import CURRENT_LAST, shell_line, start_of
 from farflung.observe.folder import RUNS
+from farflung.process.identity import this_process
 from farflung.process.run_files import LOGS, RANKS
 from farflung.process.tether import SIGN_S
 
@@ -330,7 +331,7 @@ class Ssh(ForegroundEngine[SshConnection]):
         self._connections = Connections(
             self._job.settings, self._token, lambda host: SshConnection(host, commands[host], self._key), commands
         )
-        return {**this_launcher(), "hosts": [host.name for host in self._hosts]}
+        return {**this_process(), "hosts": [host.name for host in self._hosts]}
 
     def follow(self) -> int:
         """Print what the hosts print until all have ended; then take over what they have written on disks of theirs."""
