@@ -17,7 +17,7 @@ from click.testing import CliRunner
 from farflung import Accelerator
 from farflung.base.errors import CheckpointError
 from farflung.checkpoint import paths
-from farflung.launch.main import checkpoint
+from farflung.launch.checkpoint import checkpoint
 from farflung.state import AcceleratorState
 
 

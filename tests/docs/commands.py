@@ -8,7 +8,8 @@ from pathlib import Path
 
 from farflung.config.groups import GROUPS
 from farflung.config.launch import FIELDS
-from farflung.launch.main import CHECKPOINT, COMMANDS
+from farflung.launch.checkpoint import checkpoint
+from farflung.launch.main import COMMANDS
 
 PAGE = Path(__file__).parent.parent.parent / "docs" / "commands.md"
 CUT = "\n---\n"
@@ -31,8 +32,9 @@ def flag_row(entry):
 
 
 def generated():
-    nested = {f"checkpoint {name}": row for name, row in CHECKPOINT.items()}
-    rows = [[f"`farflung {name}`", text] for name, (_, text) in (COMMANDS | nested).items()]
+    texts = {name: text for name, (_, text) in COMMANDS.items()}
+    texts |= {f"checkpoint {name}": command.short_help for name, command in checkpoint.commands.items()}
+    rows = [[f"`farflung {name}`", text] for name, text in texts.items()]
     parts = ["## Commands", table(["command", "does"], rows), "## The flags of `farflung launch`"]
     parts.append(
         "Each has an environment variable, `FARFLUNG_` and its name if none is shown, and, without a `*`, a key of\n"

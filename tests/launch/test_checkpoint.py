@@ -23,7 +23,7 @@ from farflung.checkpoint import paths
 from farflung.checkpoint.checkpoint import Checkpoint
 from farflung.checkpoint.manifest import Manifest
 from farflung.checkpoint.sharded import ShardPlanner
-from farflung.launch.main import checkpoint
+from farflung.launch.checkpoint import checkpoint
 from farflung.state import AcceleratorState
 from farflung.utils import save_fsdp_model
 from tests.python import call_farflung

@@ -20,7 +20,7 @@ from tests.python import run_python
 
 AT_ONCE = "from farflung.base import bars; bars._PATIENCE_S = bars._REDRAW_S = 0"
 COMMANDS = """
-from farflung.launch.main import checkpoint
+from farflung.launch.checkpoint import checkpoint
 for words in {commands}:
     print("==", *words)
     checkpoint([str(word) for word in words], standalone_mode=False)

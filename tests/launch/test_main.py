@@ -17,6 +17,7 @@ from farflung.base.errors import ConfigError
 from farflung.config import environ
 from farflung.config.launch import FIELDS
 from farflung.launch import main as command
+from farflung.launch.checkpoint import checkpoint
 from farflung.launch.codes import USAGE
 from farflung.launch.plan import usable_cores
 from tests.python import call_farflung, run_python
@@ -52,7 +53,7 @@ for line in {lines}:
 
 
 def test_each_option_of_each_command_says_what_it_does(home):
-    commands = [[name] for name in command.COMMANDS] + [["checkpoint", name] for name in command.CHECKPOINT]
+    commands = [[name] for name in command.COMMANDS] + [["checkpoint", name] for name in checkpoint.commands]
     for words in [*commands, ["launch", "--help", "all"]]:
         lines = CliRunner().invoke(command.farflung, [*words, "--help"][: len(words) + 1]).output.splitlines()
         for line, after in zip(lines, [*lines[1:], ""], strict=True):
@@ -61,7 +62,7 @@ def test_each_option_of_each_command_says_what_it_does(home):
 
 
 def test_no_command_loads_torch_before_it_has_read_its_arguments(home):
-    commands = [[name] for name in command.COMMANDS] + [["checkpoint", name] for name in command.CHECKPOINT]
+    commands = [[name] for name in command.COMMANDS] + [["checkpoint", name] for name in checkpoint.commands]
     lines = [[*words, last] for words in commands for last in ("--nope", "--help")] + [
         *(["checkpoint", "ls"], ["checkpoint", "verify", "gone"], ["checkpoint", "diff", "."]),
         *(["checkpoint", "convert", "--to", "x", ".", "y"], ["checkpoint", "convert", "--to", "farflung", ".", "."]),

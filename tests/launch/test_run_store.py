@@ -84,7 +84,7 @@ def test_it_counts_as_gone_after_a_while_and_is_there_again_once_it_answers(cut,
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGUSR1])
 def test_a_launcher_that_waits_for_its_address_still_ends_when_it_is_asked_to(number, said, tmp_path, monkeypatch):
     transport = address.transport_at(tmp_path.as_uri())
-    launcher = replicas._Launcher(LaunchSettings(use_cpu=True), lambda own: None, transport, tmp_path, "mine")
+    launcher = replicas.Launcher(LaunchSettings(use_cpu=True), lambda own: None, transport, tmp_path, "mine")
     monkeypatch.setattr(launcher._store, "ask", lambda act, otherwise: otherwise)  # no answer comes
     threading.Timer(0.5, os.kill, (os.getpid(), number)).start()
     assert launcher.run([{}]) == (REQUEUE if number == signal.SIGUSR1 else BY_SIGNAL + number)

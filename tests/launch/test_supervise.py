@@ -9,6 +9,7 @@ import signal
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
+from tempfile import mkdtemp
 
 import psutil
 import pytest
@@ -74,7 +75,8 @@ class Lab(Sink):
         with showing(self), ThreadPoolExecutor() as pool:
             thread = pool.submit(beside)
             thread.add_done_callback(lambda _: Path("go").touch())
-            code = replicas.supervise(LaunchSettings(**given), START, self.transport, [{}] * len(pairs), "mine")
+            launcher = replicas.Launcher(LaunchSettings(**given), START, self.transport, Path(mkdtemp(dir=".")), "mine")
+            code = launcher.run([{}] * len(pairs))
         thread.result()
         return code
 

@@ -100,13 +100,14 @@ class _NotebookReplica:
 
     def run(self, function: Callable[..., _T], args: Sequence[Any], launcher: ThreadedCall[int]) -> _T:
         """Call the function once the launcher has started this replica; raise the launcher's error if it doesn't."""
-        code = 1
+        code, before = 1, sys.argv
         try:
             while not self._is_started.wait(_LOOK_S):
                 if launcher.is_over and not self._is_started.is_set():
                     code = launcher.result()
                     raise EngineFailure(f"The launcher ended with exit code {code} before it started this replica.")
-            with environ.patched(self.variables), recorded(), _as_script(self.name):
+            with environ.patched(self.variables), recorded():
+                sys.argv = [self.name]  # a kernel's own one names a file that no other kernel has
                 result = function(*args)
             code = 0
             return result
@@ -114,17 +115,7 @@ class _NotebookReplica:
             code = -signal.SIGINT
             raise
         finally:
-            self._code = code
-
-
-@contextmanager
-def _as_script(name: str) -> Iterator[None]:
-    """Give a block the command line of a script: a kernel's own one names a file that no other kernel has."""
-    before, sys.argv = sys.argv, [name]
-    try:
-        yield
-    finally:
-        sys.argv = before
+            sys.argv, self._code = before, code
 
 
 @contextmanager

@@ -16,6 +16,7 @@ from farflung.base.checks import Address, check_path, check_place
 from farflung.base.errors import ConfigError
 from farflung.base.lazy import LazyModule
 from farflung.config.key import run_key
+from farflung.launch.main import CommandGroup
 
 if TYPE_CHECKING:
     from farflung.address import reader
@@ -38,7 +39,12 @@ class _FolderOrAddress(click.Path):
 _FOLDER = _FolderOrAddress(exists=True, file_okay=False, path_type=Path)
 
 
-@click.command()
+@click.group(cls=CommandGroup)
+def checkpoint() -> None:
+    """List, verify, compare and convert checkpoints."""
+
+
+@checkpoint.command(short_help="List the checkpoints in a folder, or the files of one.")
 @click.argument("folder", type=_FOLDER)
 def ls(folder: Path | Address) -> None:
     """List the checkpoints in FOLDER or FOLDER/checkpoints, newest first, or the files if FOLDER is a checkpoint.
@@ -48,7 +54,7 @@ def ls(folder: Path | Address) -> None:
     tools.ls(folder)
 
 
-@click.command()
+@checkpoint.command(short_help="Read every byte of checkpoints and check it.")
 @click.argument("folder", type=_FOLDER)
 def verify(folder: Path | Address) -> None:
     """Read every byte of a checkpoint, or of all those in FOLDER, and check it against what was written.
@@ -58,7 +64,7 @@ def verify(folder: Path | Address) -> None:
     tools.verify(folder)
 
 
-@click.command()
+@checkpoint.command(short_help="Show how two checkpoints differ.")
 @click.argument("one", type=_FOLDER)
 @click.argument("other", type=_FOLDER)
 @click.pass_context
@@ -71,7 +77,7 @@ def diff(ctx: click.Context, one: Path | Address, other: Path | Address) -> None
         ctx.exit(1 if tools.diff(mine, theirs) else 0)
 
 
-@click.command()
+@checkpoint.command(short_help="Write a checkpoint in another format.")
 @click.argument("source", type=_FOLDER)
 @click.argument("target", type=click.Path(path_type=Path))
 @click.option(
@@ -90,7 +96,7 @@ def convert(source: Path | Address, target: Path, form: str, model: int) -> None
         tools.convert(folder, target, form, model)
 
 
-@click.command()
+@checkpoint.command(short_help="Write the newest weights of an elastic run that meets at an address.")
 @click.argument("address")
 @click.argument("target")
 @click.option("--key_file", "--key-file", help="The file with the run's key, if it has one. [the key in FARFLUNG_KEY]")

@@ -6,10 +6,10 @@ from __future__ import annotations
 import dataclasses
 import json
 import shlex
-from collections.abc import Sequence
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 from urllib.parse import unquote
 
@@ -40,7 +40,7 @@ from farflung.launch.plan import (
     one_replica,
     torch_is_loaded,
 )
-from farflung.launch.replicas import new_machine_name, started, supervise
+from farflung.launch.replicas import Launcher, new_machine_name, started
 from farflung.launch.shell import start_of
 from farflung.process.identity import has_ended
 from farflung.process.sockets import listening_socket
@@ -121,7 +121,9 @@ class Replicas:
         if settings.meet:
             how = "the same line on any machine adds more"
         elif not settings.join:
-            how = f"more join with `{_join_command(settings, address, self._script.name, self._script.arguments)}`"
+            flags = flags_for(settings, without=_OF_THE_FIRST)
+            words = ["farflung", "launch", "--join", address, *flags, self._script.name, *self._script.arguments]
+            how = f"more join with `{shlex.join(words)}`"
         return {"replicas": count, "address": address, "join": how}
 
     def follow(self, folder: RunFolder) -> int:
@@ -142,7 +144,11 @@ class Replicas:
             command = (*start, script.name, *script.arguments)
         variables = {**self._variables, **folder.variables}
         make = script.start or partial(started, command)
-        return supervise(settings, lambda own: make({**variables, **own}), self._transport, places, self._machine)
+        with TemporaryDirectory(prefix="farflung_") as reports:
+            launcher = Launcher(
+                settings, lambda own: make({**variables, **own}), self._transport, Path(reports), self._machine
+            )
+            return launcher.run(places)
 
 
 def _gpus_of_each(settings: LaunchSettings, count: int) -> list[dict[str, str]]:
@@ -155,12 +161,6 @@ def _gpus_of_each(settings: LaunchSettings, count: int) -> list[dict[str, str]]:
         enough = f"start {len(parts)} for GPUs of their own"
         record(Kind.NOTE, message=f"{counted(count, 'replica')} share {counted(len(visible), 'GPU')}: {enough}")
     return [{"CUDA_VISIBLE_DEVICES": ",".join(parts[k % len(parts)])} if parts else {} for k in range(count)]
-
-
-def _join_command(settings: LaunchSettings, where: str, script: str, arguments: Sequence[str]) -> str:
-    """Return the command that starts more of these replicas on another machine, quoted for a shell."""
-    flags = flags_for(settings, without=_OF_THE_FIRST)
-    return shlex.join(["farflung", "launch", "--join", where, *flags, script, *arguments])
 
 
 def _served(settings: LaunchSettings, host: str, port: int, count: int, machine: str, sealed: Seal | None) -> Transport:

@@ -7,9 +7,9 @@ import errno
 import os
 import signal
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from importlib import import_module
-from typing import Any, NoReturn
+from typing import NoReturn
 
 import click
 
@@ -33,18 +33,11 @@ COMMANDS = {
     "plan": ("farflung.observe.planned:plan", "Forecast what each method costs on a network."),
     "doctor": ("farflung.launch.doctor:doctor", "Find what is wrong with machines and the lines between them."),
     "env": ("farflung.launch.ask:env", "Show versions, devices and the settings in use."),
-    "checkpoint": ("farflung.launch.main:checkpoint", "List, verify, compare and convert checkpoints."),
+    "checkpoint": ("farflung.launch.checkpoint:checkpoint", "List, verify, compare and convert checkpoints."),
     "estimate": ("farflung.launch.estimate:estimate", "Estimate the memory of a published model."),
     "test": ("farflung.launch.commands:test", "Check that the processes of this machine train as one."),
     "to-fsdp2": ("farflung.launch.to_fsdp2:to_fsdp2", "Rewrite a file for FSDP version 1 for version 2."),
     "demo": ("farflung.demo.command:demo", "Train a small GPT in six ways and compare their costs."),
-}
-CHECKPOINT = {
-    "ls": ("farflung.launch.checkpoint:ls", "List the checkpoints in a folder, or the files of one."),
-    "verify": ("farflung.launch.checkpoint:verify", "Read every byte of checkpoints and check it."),
-    "diff": ("farflung.launch.checkpoint:diff", "Show how two checkpoints differ."),
-    "convert": ("farflung.launch.checkpoint:convert", "Write a checkpoint in another format."),
-    "pull": ("farflung.launch.checkpoint:pull", "Write the newest weights of an elastic run that meets at an address."),
 }
 
 ALIASES = {"estimate-memory": "estimate"}  # Accelerate's names of commands that have another one here
@@ -73,34 +66,27 @@ class CommandGroup(click.Group):
         return super().resolve_command(ctx, args)
 
 
-class LazyGroup(CommandGroup):
-    """A command group whose help comes from a table and whose subcommands are loaded on use."""
-
-    def __init__(self, *args: Any, table: Mapping[str, tuple[str, str]], **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        self.table = table
+class _LazyGroup(CommandGroup):
+    """The group of all commands: its help comes from their table, and they are loaded on use."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
-        return list(self.table)
+        return list(COMMANDS)
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
-        module, name = self.table[cmd_name][0].split(":")
+        module, name = COMMANDS[cmd_name][0].split(":")
         command: click.Command = getattr(import_module(module), name)
         return command
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """Write the table; none of the subcommands is loaded for it."""
         with formatter.section("Commands"):
-            formatter.write_dl([(name, help) for name, (_, help) in self.table.items()])
+            formatter.write_dl([(name, help) for name, (_, help) in COMMANDS.items()])
 
 
-@click.command(cls=LazyGroup, table=COMMANDS, context_settings={"help_option_names": ["-h", "--help"]})
+@click.command(cls=_LazyGroup, context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(package_name="farflung", prog_name="farflung")
 def farflung() -> None:
     """Trains the loop you already have on far-flung machines, and talks as little as the network allows."""
-
-
-checkpoint = LazyGroup("checkpoint", table=CHECKPOINT, help="List, verify, compare and convert checkpoints.")
 
 
 def main(arguments: Sequence[str] | None = None) -> NoReturn:

@@ -13,7 +13,6 @@ import secrets
 import signal
 import socket
 import subprocess
-import tempfile
 import time
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
@@ -59,24 +58,6 @@ _END_WITHIN_S = 35.0  # launchers of replicas give their ranks half a minute
 _PART_WITHIN_S = 10.0
 _RENEW_S = 6 * 3600.0  # what is written once; purges and rules delete objects that are a day old, at the earliest
 _LAST = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)  # at which replicas sign out
-
-
-def supervise(
-    settings: LaunchSettings,
-    start: Callable[[Mapping[str, str]], ReplicaProcess],
-    transport: Transport,
-    places: Sequence[Mapping[str, str]],
-    machine: str,
-) -> int:
-    """Supervise the replicas of this machine until all have ended; return the exit code.
-
-    Args:
-        start: starts a replica's process, given variables that are this one's alone.
-        places: variables of each replica's place on this machine, such as its GPUs.
-        machine: the name of this launcher in the store.
-    """
-    with tempfile.TemporaryDirectory(prefix="farflung_") as folder:
-        return _Launcher(settings, start, transport, Path(folder), machine).run(places)
 
 
 def started(command: Sequence[str], variables: Mapping[str, str]) -> subprocess.Popen[bytes]:
@@ -137,15 +118,21 @@ class _Replica:
                 one.kill()
 
 
-class _Launcher:
-    """Supervises the replicas of one machine."""
+class Launcher:
+    """Supervises the replicas of one machine.
+
+    Args:
+        start: starts a replica's process, given variables that are this one's alone.
+        reports: a folder for the errors of replicas.
+        machine: the name of this launcher in the store.
+    """
 
     def __init__(
         self,
         settings: LaunchSettings,
         start: Callable[[Mapping[str, str]], ReplicaProcess],
         transport: Transport,
-        folder: Path,
+        reports: Path,
         machine: str,
     ) -> None:
         self._store = run_store.RunStore(transport, lambda: self._supervisor.signal != 0)
@@ -159,7 +146,7 @@ class _Launcher:
         self._members: defaultdict[str, list[int]] = defaultdict(list)  # ids of each replica's last two processes
         self._places: dict[str, Mapping[str, str]] = {}  # variables of each replica's place
         self._stopped: set[int] = set()  # of these ids
-        self._reports, self._num_started = folder, 0
+        self._reports, self._num_started = reports, 0
         self._has_own_launchers = has_launchers(settings)
         self._shown: set[str] = set()  # errors
         self._code, self._has_finished, self._is_over = 0, False, False
@@ -168,7 +155,11 @@ class _Launcher:
         self._renew_at = time.monotonic() + _RENEW_S
 
     def run(self, places: Sequence[Mapping[str, str]]) -> int:
-        """Start a replica at each place; return the exit code once all have ended."""
+        """Start a replica at each place; return the exit code once all have ended.
+
+        Args:
+            places: variables of each replica's place on this machine, such as its GPUs.
+        """
         self._store.ask(lambda notes: notes.note_launcher(self._machine, address_of(os.getpid())), None)
         where = "" if self._tells else f" of {self._machine.rsplit('.', 1)[0]}"
         with handled(self._supervisor.hear, SUPERVISED):
