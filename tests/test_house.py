@@ -30,7 +30,7 @@ DOOR_FLOOR = 14
 # no outer loop and none of the doors, and a codec no Triton; and what answers imports of `accelerate` by name.
 # `config/recipes.py` goes further: it reads a file of a higher floor as text.
 LAZY_TABLES = """
-__init__.py base/lazy.py address/schemes.py launch/main.py launch/doctor.py doctor/report.py launch/engines/submit.py
+__init__.py base/lazy.py address/schemes.py launch/main.py launch/doctor.py launch/engines/submit.py
 accelerator/__init__.py codec/blockwise.py as_accelerate/accelerate/__init__.py hosts/spawned.py
 """
 FILES = sorted(SOURCE.rglob("*.py"))

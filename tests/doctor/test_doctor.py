@@ -40,11 +40,11 @@ from farflung.doctor import line
 class Nobody(socket.socket):
     def accept(self):
         raise OSError
-def closed(address):
+def closed(address, port):
     one = Nobody()
-    one.bind((address, 0))
+    one.bind((address, port))
     return one
-line._listening = closed
+line.listening_socket = closed
 """
 # It pauses after its last word to the others.
 SLOW_TO_END = """

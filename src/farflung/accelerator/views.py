@@ -27,7 +27,6 @@ from farflung.base.checks import check_flag, check_type, check_word
 from farflung.base.enums import DistributedType, PrecisionType
 from farflung.base.errors import Unsupported
 from farflung.base.forward import Forward
-from farflung.base.torch_internals import current_accelerator
 from farflung.config import environ
 from farflung.config.compile import TorchDynamoPlugin
 from farflung.config.handlers import GradientAccumulationPlugin, InitProcessGroupKwargs
@@ -89,7 +88,7 @@ class PartialState(ProcessControl):
     @property
     def default_device(self) -> torch.device:
         """The kind of device that this machine offers first."""
-        return current_accelerator() or torch.device("cpu")
+        return torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
 
     @property
     def debug(self) -> bool:

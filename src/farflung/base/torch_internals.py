@@ -38,14 +38,6 @@ def taken(owner: Any, name: str, use: str) -> Any:
         ) from None
 
 
-# ---- devices
-
-
-def current_accelerator() -> torch.device | None:
-    """Return the kind of accelerator that this machine has, or None; torch names the one that it was built for."""
-    return torch.accelerator.current_accelerator(check_available=True)
-
-
 # ---- tensors that stand for others
 
 # Calls functions of torch on tensors of a class with `__torch_function__` as on any tensor, for the length of a block.

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from farflung.base.errors import ConfigError, StateError
-from farflung.base.torch_internals import current_accelerator, own_buffers, own_parameters
+from farflung.base.torch_internals import own_buffers, own_parameters
 from farflung.base.tree import find_device, send_to_device
 from farflung.big_model.stand_in import made
 from farflung.big_model.tensors import (
@@ -393,7 +393,7 @@ class CpuOffload(ModelHook):
     ) -> None:
         self.prev_module_hook = prev_module_hook
         if execution_device is None:
-            execution_device = as_device(current_accelerator() or "cpu")
+            execution_device = as_device(torch.accelerator.current_accelerator(check_available=True) or "cpu")
         self.execution_device = execution_device
 
     def init_hook(self, module: nn.Module) -> nn.Module:

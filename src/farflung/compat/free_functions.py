@@ -22,7 +22,6 @@ from farflung.base.checks import check_path, check_whole, wrong_type
 from farflung.base.enums import DistributedType
 from farflung.base.errors import CollectiveMismatch, ConfigError, ShapeMismatch, WrongType
 from farflung.base.sizes import num_bytes
-from farflung.base.torch_internals import current_accelerator
 from farflung.base.tree import (
     convert_to_fp32,
     flatten,
@@ -125,7 +124,7 @@ def convert_outputs_to_fp32(model_forward: Callable[..., Any]) -> Callable[..., 
 
 def get_grad_scaler(distributed_type: DistributedType | None = None, **kwargs: Any) -> torch.amp.GradScaler:
     """Return a `torch.amp.GradScaler` for this machine's kind of device (`distributed_type` is unused)."""
-    device = current_accelerator()
+    device = torch.accelerator.current_accelerator(check_available=True)
     return torch.amp.GradScaler("cpu" if device is None else device.type, **kwargs)
 
 

@@ -22,7 +22,6 @@ from torch import Tensor, nn
 
 from farflung.accelerator.operations import gather
 from farflung.accelerator.views import AcceleratorState
-from farflung.base.torch_internals import current_accelerator
 from farflung.compat import defined_in, probes
 from farflung.compat.variables import parse_flag_from_env
 from farflung.config import environ
@@ -37,7 +36,7 @@ def _nothing() -> int:
 
 def get_backend() -> tuple[str, int, Callable[[], int]]:
     """Return the kind of this machine's accelerators (or `cpu`), their number, and what tells the memory in use."""
-    device = current_accelerator()
+    device = torch.accelerator.current_accelerator(check_available=True)
     if device is None:
         return "cpu", 1, _nothing
     module: Any = torch.get_device_module(device)

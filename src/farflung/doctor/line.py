@@ -27,6 +27,7 @@ from farflung.base.errors import Unreachable
 from farflung.base.torch_internals import bare_group
 from farflung.base.words import in_rate, in_seconds, numbered
 from farflung.comm.c10d_group import transport_said
+from farflung.comm.patience import waiting
 from farflung.config import environ
 from farflung.doctor.probe import Found, unknown
 from farflung.process.sockets import listening_socket
@@ -59,7 +60,8 @@ def measure(site: Endpoint, facts: Mapping[str, str], timeout_s: float) -> Found
             if site.rank == 0:
                 server = KeyedServer(listening_socket(site.listen or site.host, site.port), site.host, None)
                 stack.callback(server.close)
-            listener = stack.enter_context(_listening(site.address))
+            # At any port, as gloo does. The system accepts connections, so nobody has to answer.
+            listener = stack.enter_context(listening_socket(site.address, 0))
         except OSError as error:
             why = f"{site.listen or site.address}: {error.strerror}"
             return unknown(why, f"lines: this machine, number {site.rank}, can't listen at {why}.")
@@ -125,23 +127,14 @@ def _from_all(board: Board, name: str, site: Endpoint, row: dict[str, Any], unti
 
 def _read(board: Board, key: str, until: float) -> dict[str, Any] | None:
     """Return what a machine has written, None if it has written nothing by then."""
-    while True:
-        found = board.get(key)
-        if found is not None:
+    for _ in waiting(_POLL_S, until - time.monotonic()):
+        if (found := board.get(key)) is not None:
             read = json.loads(found)
             return read if isinstance(read, dict) else {}
-        if time.monotonic() >= until:
-            return None
-        time.sleep(_POLL_S)
+    return None
 
 
 # ---- one line, from here to there
-
-
-def _listening(address: str) -> socket.socket:
-    """Listen at any port, as gloo does. The system accepts connections, so nobody has to answer."""
-    family = socket.AF_INET6 if ":" in address else socket.AF_INET
-    return socket.create_server((address, 0), family=family)
 
 
 def _refusal(address: str, port: int, timeout_s: float) -> str | None:

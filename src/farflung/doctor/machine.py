@@ -6,8 +6,8 @@ from __future__ import annotations
 import os
 import platform
 import re
+import resource
 import secrets
-import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -96,10 +96,6 @@ def shared_memory() -> Found:
 
 def open_files() -> Found:
     """Find how many files and connections a process may have open."""
-    if sys.platform == "win32":
-        return unknown("Windows has no such limit")
-    import resource
-
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     limits = {"soft": soft, "hard": hard}
     words = {name: "no limit" if limit == resource.RLIM_INFINITY else str(limit) for name, limit in limits.items()}

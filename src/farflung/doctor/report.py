@@ -8,15 +8,21 @@ import platform
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
-from importlib import import_module
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from farflung.base.lazy import LazyModule
 from farflung.base.words import in_rate, in_seconds
 from farflung.cost.methods import synchronizations
 from farflung.cost.model import Workload
 from farflung.doctor import machine
 from farflung.doctor.probe import Found, unknown, within
+
+if TYPE_CHECKING:
+    from farflung.doctor import address, line
+else:  # loaded by their probes, as they need torch, which may be what is wrong
+    address = LazyModule("farflung.doctor.address")
+    line = LazyModule("farflung.doctor.line")
 
 _WIDTH = 15
 _LAYERS = 24  # as in `farflung plan`
@@ -77,32 +83,21 @@ def examine(asked: Asked, say: Callable[[str], None]) -> Report:
     probe("memory", machine.memory)
     probe("folder", partial(machine.folder, asked.folder))
     probe("clock", machine.clock)
-    # The two that follow are loaded by their probes, as they need torch, which may be what is wrong.
+    meet = asked.meet
     if asked.place is not None:
         place, size = asked.place, int(asked.place["size"])
         at = f"{place['host']}:{place['port']}, over {place['interface']}"
         say(f"machine {place['rank']} of {size} waits up to {in_seconds(asked.timeout_s)} for the others at {at}")
         versions = {name: str(fact) for name, fact in report.found["versions"].figures.items()}
-        # It has a limit for each wait.
-        probe("lines", partial(_lines, asked, versions), asked.timeout_s * (3 + size**2))
+        limit_s = asked.timeout_s * (3 + size**2)  # there is one for each wait
+        probe("lines", lambda: line.measure(line.Endpoint(**place), versions, asked.timeout_s), limit_s)
         _plan_for_a_line(report, asked, size)
-    elif asked.meet is None:
+    elif meet is None:
         report.found["lines"] = unknown("run it on each machine at the same time, with --num_machines 2 and so on")
-    if asked.meet is not None:
-        probe("meet", partial(_requests, asked), 2 * asked.timeout_s)
-        _plan_for_an_address(report, asked, asked.meet)
+    if meet is not None:
+        probe("meet", lambda: address.measure(meet, asked.timeout_s), 2 * asked.timeout_s)
+        _plan_for_an_address(report, asked, meet)
     return report
-
-
-def _lines(asked: Asked, facts: Mapping[str, str]) -> Found:
-    line = import_module("farflung.doctor.line")
-    found: Found = line.measure(line.Endpoint(**(asked.place or {})), facts, asked.timeout_s)
-    return found
-
-
-def _requests(asked: Asked) -> Found:
-    found: Found = import_module("farflung.doctor.address").measure(asked.meet, asked.timeout_s)
-    return found
 
 
 def _plan_for_a_line(report: Report, asked: Asked, machines: int) -> None:

@@ -25,7 +25,6 @@ from torch.distributed import PrefixStore, Store, rendezvous  # type: ignore[att
 from farflung.base.causes import Cause, cause_of
 from farflung.base.errors import ConfigError, RankFailure, Unsupported
 from farflung.base.events import tell
-from farflung.base.torch_internals import current_accelerator
 from farflung.base.words import counted, numbered
 from farflung.comm.exchange import Exchange
 from farflung.comm.group import Group, SoloGroup
@@ -85,7 +84,7 @@ def choose_device(info: RankInfo, cpu: bool) -> torch.device:
         return torch.device("cpu")
     if named:
         return torch.device(named)
-    accelerator = current_accelerator()
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
     if accelerator is None:
         return torch.device("cpu")
     available = torch.accelerator.device_count()

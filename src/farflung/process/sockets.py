@@ -3,8 +3,8 @@
 
 from __future__ import annotations
 
+import resource
 import socket
-import sys
 from contextlib import suppress
 from typing import Any
 
@@ -16,10 +16,6 @@ def allow_connections() -> None:
 
     Whoever reaches a port can connect there and stay silent. gloo ends the process where no file is left for one.
     """
-    if sys.platform == "win32":
-        return
-    import resource
-
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = _OPEN_FILES if hard == resource.RLIM_INFINITY else min(hard, _OPEN_FILES)
     if soft != resource.RLIM_INFINITY and soft < wanted:

@@ -13,7 +13,6 @@ import torch
 
 from farflung.base.checks import check_callable, check_whole
 from farflung.base.errors import WrongType
-from farflung.base.torch_internals import current_accelerator
 
 # How torch says that memory is out, on each kind of device; and cuDNN when no plan of it fits.
 _OUT_OF_MEMORY = (
@@ -33,7 +32,7 @@ def clear_device_cache(garbage_collection: bool = False) -> None:
     """
     if garbage_collection:
         gc.collect()
-    device = current_accelerator()
+    device = torch.accelerator.current_accelerator(check_available=True)
     empty_cache = None if device is None else getattr(torch.get_device_module(device), "empty_cache", None)
     if empty_cache is not None:
         empty_cache()
