@@ -58,7 +58,6 @@ def _library(module: str, *packages: str, version: str = "") -> Callable[[], boo
 
 
 def _tracker(name: str) -> Callable[[], bool]:
-    """Return the probe of the library of a tracker."""
     return _probe(f"the library of the tracker {name} is installed", lambda: has_client(name))
 
 

@@ -37,7 +37,6 @@ def renamed(error: FarflungError, names: Mapping[str, str]) -> FarflungError:
 
 
 def _joined(errors: Sequence[FarflungError]) -> FarflungError:
-    """Return several errors as one, with a line for each."""
     if len(errors) == 1:
         return errors[0]
     kind = Unsupported if all(isinstance(each, Unsupported) for each in errors) else ConfigError

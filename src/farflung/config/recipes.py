@@ -46,7 +46,6 @@ def _read(source: str) -> dict[str, tuple[Option, ...]]:
 
 
 def _keys(source: str, name: str) -> tuple[str, ...]:
-    """Return the keys of the dictionary `name` in `source`."""
     tables = [node for node in ast.parse(source).body if isinstance(node, ast.AnnAssign)]
     (table,) = (node.value for node in tables if _names(node.target) == [name])
     assert isinstance(table, ast.Dict)

@@ -309,7 +309,6 @@ def _flag(name: str, value: Any, variable: str = "", default: bool = False) -> b
 
 
 def _version(given: Any) -> int:
-    """Return 1 or 2; 2 by default."""
     value, called = _asked("fsdp_version", given, "FSDP_VERSION")
     if value is None:
         return 2

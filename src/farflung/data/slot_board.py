@@ -113,8 +113,6 @@ class _Open:
 
 @dataclass
 class _LoaderRecord:
-    """The record of a loader on the board."""
-
     seed: int
     epoch: int = -1  # the furthest that was begun
     ended: int = -1  # the furthest that a replica has come to the end of, and synchronized after

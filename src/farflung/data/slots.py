@@ -1,11 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Epochs that replicas share while they come and go: each claims a data slot, goes through it, and claims the next.
 
-An epoch's batches, in an order that all replicas agree on, are cut into S slots: slot s has the batches s, s + S,
-s + 2S ... The run's board records which replica holds each slot, and how many of its batches are done. A batch is done
-once the outer loop has applied the round that contains its step. When a replica is lost, or left out as late, its
-claimed slots are free again: another replica takes them from the first batch that is not done.
-`docs/concepts/data.md` has the guarantees, and their exceptions.
+`docs/concepts/data.md` says how an order is cut into slots, and has the guarantees, and their exceptions. A batch is
+done once the outer loop has applied the round that contains its step.
 
 Calls go one way: the samplers that `Slots` makes and the outer loops that it follows report to it, as their `Claims`.
 These keep a `Ledger` of the replica's batches and write to the boards.

@@ -1,17 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """An outer loop around unchanged scripts: `--outer` takes over torch's DDP, whoever made it.
 
-DDP(model)               its gradients and buffers stay on their rank, or in its island
-first optimizer step     opens the loop over each DDP model that the optimizer trains, or where replicas come and go
-                         over all of them: a collective; a rank that makes no step comes to it at the flush
-optimizer step           counts, also one that a GradScaler skips, and runs the rounds that are due
-last batch               of a `DistributedSampler`: one flush, in the optimizer's step; or where the pass ends
-sampler.set_epoch()      a flush, if that sampler was trained from: of what came after, or was read without a loader
-leaving DDP.join()       a flush: ranks without data stay in the rounds until all have come
-torch.multiprocessing    processes that the script starts are followed, as ranks
-destroy_process_group()  the last flush; or the end of the script
-model.state_dict()       the weights that all ranks last agreed on, if the recipe keeps them; nothing is sent
-model.eval()             puts the same into the model; its own come back before it trains again
+`docs/outer-loop.md` has a table of what each of its calls becomes.
 """
 
 from __future__ import annotations
