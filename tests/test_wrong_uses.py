@@ -527,7 +527,6 @@ RECIPES = [
     ('OuterConfig("diloco", every=4, weigh_by="sample")', "weigh_by", "'sample'"),
     ('OuterConfig("noloco", every=4, weigh_by="items_squared")', "weigh_by", "'items_squared'", "Gossip(pull=1.0)"),
     ('OuterConfig("diloco", every=4, inner="avarage")', "inner", "'avarage'", "`average`"),
-    ('OuterConfig("diloco", log="x")', "log is no longer an option", "rounds.jsonl in the run's folder", "--run-dir"),
     ('OuterConfig("hierarchical", levels=5)', "levels", "5"),
     ('OuterConfig("hierarchical", levels="4,64")', "levels", "'4,64'"),
     ("replace(local_sgd(2), schedule=Streaming(4, 1, 2))", "undo the steps"),

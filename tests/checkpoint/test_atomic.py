@@ -248,7 +248,8 @@ def test_what_a_script_says_is_a_checkpoint_or_a_folder_of_some(tmp_path, monkey
 
 
 def test_the_oldest_go_beyond_the_limit_and_what_attempts_have_left_goes_too(tmp_path):
-    folder, left = tmp_path / "checkpoints", (".checkpoint_3.writing-a", ".checkpoint_4.trash-b", ".checkpoint_5.mine")
+    folder = tmp_path / "checkpoints"
+    left = [f".checkpoints.checkpoint_{name}" for name in ("3.writing-a", "4.trash-b", "5.mine")]
     for name in (*left, *(f"checkpoints/checkpoint_{number}" for number in (2, 9, 10, 11))):
         (tmp_path / name).mkdir(parents=True)
     (folder / "checkpoint_1").touch()
@@ -257,7 +258,7 @@ def test_the_oldest_go_beyond_the_limit_and_what_attempts_have_left_goes_too(tmp
     for limit, there in [(None, [9, 10, 11]), (4, [9, 10, 11]), (2, [10, 11]), (1, [11])]:
         atomic.prune(folder / "checkpoint_11", limit)
         assert [atomic.number_of(path) for path in atomic.numbered(folder)] == there
-    assert sorted(os.listdir(tmp_path)) == [".checkpoint_5.mine", "checkpoints"]
+    assert sorted(os.listdir(tmp_path)) == [".checkpoints.checkpoint_5.mine", "checkpoints"]
     with mock.patch.object(os, "access", return_value=False):
         assert atomic.aside_of(folder) == folder, "nothing can be written next to it"
     with mock.patch.object(Path, "stat", lambda path: mock.Mock(st_dev=path.name)):

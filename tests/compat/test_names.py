@@ -188,7 +188,8 @@ def test_the_readme_lists_what_is_not_there():
     sentence = re.match(r"What is not there (.+?)\.", " ".join(last.split()))
     assert sentence, "README.md has no last section with the title `What is not there`"
     listed = {item.strip() for item in re.split(r", | and ", sentence[1])}
-    assert listed == {each.what for each in absent_names.ABSENT if each.is_engine}
+    others = ("Accelerate's ", "the inside of Accelerate", "binding processes")  # than what does something for a run
+    assert listed == {each.what for each in absent_names.ABSENT if not each.what.startswith(others)}
 
 
 @cache

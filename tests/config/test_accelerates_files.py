@@ -9,7 +9,7 @@ from farflung.base.errors import ConfigError, Unsupported
 from farflung.config import environ
 from farflung.config.launch import rank_variables
 from farflung.config.resolve import Resolved, resolve
-from farflung.config.sharding import fsdp_from_environment
+from farflung.config.sharding import FullyShardedDataParallelPlugin
 
 # What `accelerate config` ends with, whatever the answers.
 TAIL = """
@@ -214,7 +214,8 @@ def test_what_accelerate_reads_is_read(name, home):
         assert words in note
         assert "farflung.yaml:" in note
     with environ.patched(rank_variables(read_as.settings)):  # what the ranks make of it
-        assert (fsdp_from_environment() is not None) == bool(read_as.settings.use_fsdp)
+        assert environ.flag("ACCELERATE_USE_FSDP") == bool(read_as.settings.use_fsdp)
+        FullyShardedDataParallelPlugin()
 
 
 @pytest.mark.parametrize(

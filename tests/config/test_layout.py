@@ -11,9 +11,9 @@ from farflung.config import environ
 from farflung.config.files import write_file
 from farflung.config.grid import LayoutSettings
 from farflung.config.launch import FIELDS, LaunchSettings, rank_variables
-from farflung.config.parallelism import ParallelismConfig, parallelism_from_environment
+from farflung.config.parallelism import ParallelismConfig
 from farflung.config.resolve import resolve
-from farflung.config.sharding import FullyShardedDataParallelPlugin, fsdp_from_environment
+from farflung.config.sharding import FullyShardedDataParallelPlugin
 
 # flag -> what it is given, which attribute of the plugin tells it, and what that is then
 FSDP = {
@@ -56,7 +56,9 @@ GRID = {
 def as_a_rank_sees_it(settings: LaunchSettings) -> tuple[Any, Any]:
     """What a rank makes of the variables that it gets."""
     with environ.patched(rank_variables(settings)):
-        return fsdp_from_environment(), parallelism_from_environment()
+        assert environ.flag("ACCELERATE_USE_FSDP")
+        has_grid = environ.flag("ACCELERATE_USE_PARALLELISM_CONFIG")
+        return FullyShardedDataParallelPlugin(), ParallelismConfig() if has_grid else None
 
 
 def test_every_setting_of_fsdp_has_a_row_here():

@@ -16,7 +16,7 @@ from torch.distributed.fsdp.wrap import size_based_auto_wrap_policy, transformer
 
 from farflung.base.errors import ConfigError, Unsupported
 from farflung.config import environ, sharding
-from farflung.config.sharding import FullyShardedDataParallelPlugin as Plugin, fsdp_from_environment
+from farflung.config.sharding import FullyShardedDataParallelPlugin as Plugin
 from farflung.utils import get_parameters_from_modules
 from tests.python import run_python
 
@@ -155,9 +155,7 @@ def test_what_can_not_be_is_refused_by_name_with_what_to_use(said, error, messag
 
 
 def test_what_a_script_leaves_out_is_read_from_the_environment():
-    assert fsdp_from_environment() is None
     variables = {
-        "ACCELERATE_USE_FSDP": "true",
         # What Accelerate's launcher sets besides, whatever is asked for.
         "FSDP_VERSION": "1",
         "FSDP_SHARDING_STRATEGY": "SHARD_GRAD_OP",
@@ -169,7 +167,7 @@ def test_what_a_script_leaves_out_is_read_from_the_environment():
         "FSDP_CPU_RAM_EFFICIENT_LOADING": "true",
     }
     with environ.patched(variables):
-        plugin = fsdp_from_environment()
+        plugin = Plugin()
         assert (plugin.reshard_after_forward, plugin.cpu_ram_efficient_loading) == (False, True)
         assert Plugin(reshard_after_forward=True).reshard_after_forward
     version_2 = {"FSDP_VERSION": "2", "FSDP_SHARDING_STRATEGY": "FULL_SHARD", "FSDP_RESHARD_AFTER_FORWARD": "0"}
@@ -213,9 +211,9 @@ def test_setters_change_what_trainers_change_later():
 def test_transformers_is_told_to_load_weights_once():
     with environ.patched({"ACCELERATE_USE_FSDP": None, "FSDP_CPU_RAM_EFFICIENT_LOADING": None}):
         sharding.enable_fsdp_ram_efficient_loading()
-        assert fsdp_from_environment().cpu_ram_efficient_loading
+        assert Plugin().cpu_ram_efficient_loading
         sharding.disable_fsdp_ram_efficient_loading()
-        assert not fsdp_from_environment().cpu_ram_efficient_loading
+        assert not Plugin().cpu_ram_efficient_loading
 
 
 def test_parameters_are_found_by_modules_and_by_their_names():

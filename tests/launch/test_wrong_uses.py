@@ -197,7 +197,6 @@ WRONG = [
     (f"{TWO} --outer slowmo --outer-every 4 --outer-seconds 2 train.py", "slowmo has no option seconds; it takes"),
     (f"{DILOCO} --outer-every 0 train.py", "--outer_every is 0; it must be a whole number"),
     (f"{DILOCO} --outer-steps 20 train.py", "--outer_steps is 20, and the first round comes after 32"),
-    (f"{DILOCO} --outer-log a.jsonl train.py", "--outer_log is no longer an option: rounds.jsonl in the run's"),
     (f"{DILOCO} --outer-robust trimmed train.py", "needs 4 replicas, so that the others outvote any one of them"),
     ("launch --elastic 1:3 --outer diloco --outer-robust trimmed train.py", "needs 4 replicas", "3"),
     ("launch --elastic 4:8 --outer hierarchical --outer-levels 4:2,64:all train.py", "hierarchical averages blocks"),

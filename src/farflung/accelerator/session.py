@@ -19,12 +19,8 @@ from farflung.comm.torch_group import TorchGroup
 from farflung.config import environ
 from farflung.config.compile import TorchDynamoPlugin
 from farflung.config.handlers import GradientAccumulationPlugin
-from farflung.config.parallelism import ParallelismConfig, parallelism_from_environment
-from farflung.config.sharding import (
-    FullyShardedDataParallelPlugin,
-    enable_fsdp_ram_efficient_loading,
-    fsdp_from_environment,
-)
+from farflung.config.parallelism import ParallelismConfig
+from farflung.config.sharding import FullyShardedDataParallelPlugin, enable_fsdp_ram_efficient_loading
 from farflung.loop.state import LoopState
 from farflung.loop.uneven import UnevenDataCheck
 from farflung.process.mesh import IslandSize, Mesh, make_mesh, make_parallel_mesh, require_replicas, stated_island_size
@@ -185,11 +181,10 @@ def _resolved(
     island_size: IslandSize | None,
 ) -> Layout:
     world = session.world
-    if fsdp_plugin is None and environ.flag("ACCELERATE_USE_FSDP"):
-        fsdp_plugin = fsdp_from_environment()
     if parallelism_config is None and environ.flag("ACCELERATE_USE_PARALLELISM_CONFIG"):
-        parallelism_config = parallelism_from_environment()
-    if fsdp_plugin is None and parallelism_config is not None and parallelism_config.dp_shard_size > 1:
+        parallelism_config = ParallelismConfig()
+    is_cut = parallelism_config is not None and parallelism_config.dp_shard_size > 1
+    if fsdp_plugin is None and (is_cut or environ.flag("ACCELERATE_USE_FSDP")):
         fsdp_plugin = FullyShardedDataParallelPlugin()
     islands = stated_island_size(world.local_size, island_size, world.group, world.place)
     device_mesh = None

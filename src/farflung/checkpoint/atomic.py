@@ -188,9 +188,7 @@ def _series(automatic: Path) -> str:
 def prune(newest: Path, total_limit: int | None) -> None:
     """Remove the oldest numbered checkpoints, so that `total_limit` are left, and what killed processes have left."""
     aside = aside_of(newest.parent)
-    names = [glob.escape(_series(newest.parent))]
-    names += ["."] if newest.parent.name == paths.CHECKPOINTS else []  # as earlier releases named them
-    for path in [path for name in names for path in aside.glob(f"{name}{paths.PREFIX}*")]:
+    for path in list(aside.glob(f"{glob.escape(_series(newest.parent))}{paths.PREFIX}*")):
         if WRITING in path.name or _TRASH in path.name:
             shutil.rmtree(path, ignore_errors=True)  # it is out of the way already
     old = [path for path in numbered(newest.parent) if path != newest]

@@ -19,11 +19,10 @@ from farflung.base.errors import Unsupported
 class Absent:
     """Something that Farflung does not do, with the names that belong to it."""
 
-    what: str  # as the README lists it
+    what: str  # as the README lists it, if it does something for a run
     instead: str  # what to use
     names: str = ""  # of classes and functions
     parsers: str = ""  # functions that return parsers of its commands
-    is_engine: bool = True  # it does something for a run, so the README says that it is not there
 
     def error(self, name: str) -> Unsupported:
         return Unsupported(f"{name} belongs to {self.what}, which Farflung does not support. {self.instead}")
@@ -84,13 +83,11 @@ ABSENT: tuple[Absent, ...] = (
         names="compile_regions_fsdp2 ensure_weights_retied fsdp2_apply_ac fsdp2_canonicalize_names "
         "fsdp2_load_full_state_dict fsdp2_prepare_auto_wrap_policy fsdp2_prepare_model "
         "fsdp2_switch_optimizer_parameters get_fsdp2_grad_scaler",
-        is_engine=False,
     ),
     Absent(
         "Accelerate's plugin for tensor parallelism",
         "Use `ParallelismConfig(tp_size=)`.",
         names="TorchTensorParallelPlugin",
-        is_engine=False,
     ),
     Absent(
         "Accelerate's commands as functions",
@@ -101,19 +98,16 @@ ABSENT: tuple[Absent, ...] = (
         "update_config_command",
         parsers="config_command_parser default_command_parser env_command_parser get_config_parser "
         "merge_command_parser update_command_parser",
-        is_engine=False,
     ),
     Absent(
         "Accelerate's adapters for trackers that are not built in",
         "Install a package that adds one by an entry point in the group `farflung.trackers`, or pass one of your own.",
         names="AimTracker ClearMLTracker CometMLTracker DVCLiveTracker SwanLabTracker",
-        is_engine=False,
     ),
     Absent(
         "binding processes to cores near their GPU",
         "Start them with numactl or taskset.",
         names="override_numa_affinity set_numa_affinity",
-        is_engine=False,
     ),
     Absent(
         "the inside of Accelerate",
@@ -122,7 +116,6 @@ ABSENT: tuple[Absent, ...] = (
         "is_torch_xpu_tensor load_accelerator_state load_custom_state mocked_dataloaders "
         "mocked_dataloaders_for_autoregressive_models move_to_device patch_optimizer_step save_accelerator_state "
         "save_custom_state torchao_required verify_operation",
-        is_engine=False,
     ),
 )
 

@@ -65,13 +65,12 @@ COMMON = (
         "every 5 seconds on a terminal, else each round. [auto]",
     ),
 )
-_GONE = Option("log", str, "Refused: rounds.jsonl in the run's folder has a line for each round and replica.")
 REPORT_SECONDS = 5.0  # between two lines on a terminal
 
 # The arguments of all recipes, each name once, and the options of all.
 _KINDS = {each.name: each.kind for arguments in RECIPES.values() for each in arguments}
 _OPTIONS = [Option(name, kind, help_of(name), CODECS if name == "codec" else ()) for name, kind in _KINDS.items()]
-OPTIONS: Mapping[str, Option] = {option.name: option for option in (*_OPTIONS, *COMMON, _GONE)}
+OPTIONS: Mapping[str, Option] = {option.name: option for option in (*_OPTIONS, *COMMON)}
 
 
 @dataclass(frozen=True, init=False, repr=False, eq=False)
@@ -132,13 +131,6 @@ def _check_names(recipe: str, given: Mapping[str, Any]) -> None:
     arguments = RECIPES.get(recipe, ())
     known = [each.name for each in arguments] + [each.name for each in COMMON]
     odd = [name for name in given if name not in known]
-    if _GONE.name in odd:
-        raise ConfigError(
-            "is no longer an option: rounds.jsonl in the run's folder, which `farflung launch --run-dir` "
-            "names, has a line for each round and replica. A script that starts without the launcher can append a "
-            "function to `loop.listeners`, which is called with each round.",
-            _GONE.name,
-        )
     if recipe == AUTO and (chosen := [*odd, *(["inner"] if "inner" in given else [])]):
         others = f", and so {'is' if len(chosen) == 2 else 'are'} {', '.join(chosen[1:])}" if chosen[1:] else ""
         raise ConfigError(

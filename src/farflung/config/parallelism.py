@@ -203,8 +203,3 @@ class ParallelismConfig:
             there = self.device_mesh.device_type
             raise ConfigError(f"get_device_mesh: device_type is {device_type!r}, but the mesh is one of {there}.")
         return self.device_mesh
-
-
-def parallelism_from_environment() -> ParallelismConfig | None:
-    """Return the grid that `ACCELERATE_USE_PARALLELISM_CONFIG` and `PARALLELISM_CONFIG_*` ask for, if they do."""
-    return ParallelismConfig() if environ.flag("ACCELERATE_USE_PARALLELISM_CONFIG") else None

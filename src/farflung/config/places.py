@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where configuration files are, and which of them counts; none is read for it."""
+"""Where configuration files are, and which of them counts; none is read for it. Without a home folder `~` stays."""
 
 from __future__ import annotations
 
 import os
-from contextlib import suppress
 from pathlib import Path
 
 from farflung.base.checks import check_path
@@ -16,13 +15,13 @@ LOCAL_FILE, NO_FILE = Path("farflung.yaml"), "none"
 
 def own_file() -> Path:
     """Return where the user's own settings are kept: `~/.config/farflung/config.yaml`, or under `$XDG_CONFIG_HOME`."""
-    return _expanded(environ.text("XDG_CONFIG_HOME") or "~/.config") / "farflung" / "config.yaml"
+    return Path(os.path.expanduser(environ.text("XDG_CONFIG_HOME") or "~/.config"), "farflung", "config.yaml")
 
 
 def accelerate_files() -> tuple[Path, ...]:
     """Return where Accelerate keeps its settings, its preferred file first."""
     cache = environ.text("XDG_CACHE_HOME") or "~/.cache"
-    home = _expanded(environ.text("HF_HOME") or f"{cache}/huggingface")
+    home = Path(os.path.expanduser(environ.text("HF_HOME") or f"{cache}/huggingface"))
     return home / "accelerate" / "default_config.yaml", home / "accelerate" / "default_config.json"
 
 
@@ -40,10 +39,3 @@ def find_file(named: str | None = None) -> Path | None:
             raise ConfigError(f"The configuration file {named} {there}. `farflung config` writes one.")
         return path
     return next((path for path in (LOCAL_FILE, own_file(), *accelerate_files()) if os.path.isfile(path)), None)
-
-
-def _expanded(path: str) -> Path:
-    """Expand `~`; without a home folder it stays, and no file is there. `check_path` refuses to write to it."""
-    with suppress(RuntimeError):
-        return Path(path).expanduser()
-    return Path(path)

@@ -276,11 +276,6 @@ class FullyShardedDataParallelPlugin:
         self.state_dict_type = _state_dict_type(2, state_dict_type or self.state_dict_type)
 
 
-def fsdp_from_environment() -> FullyShardedDataParallelPlugin | None:
-    """Return the plugin that `ACCELERATE_USE_FSDP` and `FSDP_*` ask for, None if they do not."""
-    return FullyShardedDataParallelPlugin() if environ.flag("ACCELERATE_USE_FSDP") else None
-
-
 def enable_fsdp_ram_efficient_loading() -> None:
     """Make transformers leave out values on other ranks from here on, for `prepare` to hand out those of rank 0."""
     if environ.text("ACCELERATE_USE_FSDP") is None:

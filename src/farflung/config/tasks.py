@@ -9,10 +9,7 @@ dstack's runner.
 from __future__ import annotations
 
 import re
-import shutil
 import socket
-import subprocess
-from contextlib import suppress
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -52,7 +49,6 @@ _PLATFORMS = (
     ("SKYPILOT_NUM_NODES", "SKYPILOT_NODE_RANK", "SKYPILOT_NODE_IPS"),
     ("DSTACK_NODES_NUM", "DSTACK_NODE_RANK", "DSTACK_MASTER_NODE_IP"),
 )
-_SCONTROL_S = 5.0
 
 
 @dataclass(frozen=True)
@@ -168,7 +164,7 @@ def _task(size: Stated, rank_variable: str, local_size: Stated, one_each: str, f
     endpoint = re.fullmatch(r"\[?(.+?)\]?:(\d+)", environ.text("PET_RDZV_ENDPOINT") or "")
     if host is None and endpoint:
         host, port = (_stated(part, "PET_RDZV_ENDPOINT") for part in (endpoint[1], int(endpoint[2])))
-    host = host or _address("MASTER_ADDR") or first or _first_host(size)
+    host = host or _address("MASTER_ADDR") or first or _first_host(_is_step(size))
     return Task(size, rank, local_size, one_each, host, port or (step_address()[1] if _is_step(size) else None))
 
 
@@ -202,36 +198,21 @@ def _is_step(size: Stated) -> bool:
     return _has_step_of(size) or size.place.startswith("SLURM")
 
 
-def _first_host(size: Stated) -> Stated | None:
-    """Return the first host that Slurm lists, None without a list that can be read.
+def _first_host(is_step: bool) -> Stated | None:
+    """Return the first host that Slurm lists: of `gpu[007-010,12]-ib,login2` gpu007-ib; None without a readable list.
 
     mpirun's helpers are a Slurm step without the host of rank 0.
     """
     names = ["SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST"]
-    names = names if _is_step(size) else names[::-1]
-    if variable := next(filter(environ.text, names), None):
-        first = _first_of(environ.text(variable) or "")
-        return _stated(first, variable) if first else None
-    return None
-
-
-def _first_of(nodes: str) -> str | None:
-    """Return the first host of a list of Slurm's: `gpu[007-010,12]-ib,login2` begins with `gpu007-ib`."""
-    if shutil.which("scontrol"):
-        with suppress(OSError, subprocess.SubprocessError):
-            words = ["scontrol", "show", "hostnames", nodes]
-            done = subprocess.run(words, capture_output=True, text=True, timeout=_SCONTROL_S, check=True)
-            return next(iter(done.stdout.split()), None)
-    first = re.match(r"(?:[^\[\],\s]|\[\d[^\[\]]*\])+(?=,|$)", nodes)
-    return None if first is None else re.sub(r"\[(\d+)[^\]]*\]", r"\1", first[0])
+    variable = next(filter(environ.text, names if is_step else names[::-1]), "")
+    first = re.match(r"(?:[^\[\],\s]|\[\d[^\[\]]*\])+(?=,|$)", environ.text(variable) or "")
+    return None if first is None else _stated(re.sub(r"\[(\d+)[^\]]*\]", r"\1", first[0]), variable)
 
 
 def step_address() -> tuple[Stated | None, Stated | None]:
     """Return where the tasks of a step of srun may meet: its first host, and a port that no other step takes there."""
     if not in_slurm_step():
         return None, None
-    variable = next(filter(environ.text, ("SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST")), "")
-    first = _first_of(environ.text(variable) or "")
     job, step = environ.integer("SLURM_JOB_ID"), environ.integer("SLURM_STEP_ID") or 0
     port = None if job is None else _stated(10_000 + (8 * job + step) % 20_000, "SLURM_JOB_ID")
-    return _stated(first, variable) if first else None, port
+    return _first_host(is_step=True), port
