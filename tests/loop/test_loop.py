@@ -21,7 +21,7 @@ from torch.optim.lr_scheduler import (
 
 from farflung.config.handlers import GradScalerKwargs
 from farflung.loop.accumulation import Accumulate
-from farflung.loop.clip import clip_grad_norm_, clip_grad_value_
+from farflung.loop.clip import Clipping
 from farflung.loop.optimizer import AcceleratedOptimizer
 from farflung.loop.scheduler import AcceleratedScheduler
 from farflung.loop.state import LoopState
@@ -119,7 +119,7 @@ def test_ticks_past_the_end_of_a_one_cycle_are_dropped():
 def test_clipping_by_value_unscales_first():
     model, optimizer, state = made(precision=ScaledFp16("cpu", scaler=GradScalerKwargs(init_scale=1024.0)))
     optimizer.precision.scale(model(torch.tensor([[0.25, 4.0]])).sum()).backward()
-    clip_grad_value_(model.parameters(), 1.0, state=state, precision=optimizer.precision, optimizers=[optimizer])
+    Clipping(optimizer.precision, state, [optimizer]).value_(model.parameters(), 1.0)
     assert torch.equal(model.weight.grad, torch.tensor([[0.25, 1.0]]))
 
 
@@ -127,9 +127,9 @@ def test_clipping_inside_a_window_changes_nothing_and_says_so():
     model, optimizer, state = made(num_steps=2)
     state.advance()
     model(torch.tensor([[30.0, 40.0]])).sum().backward()
-    same = {"state": state, "precision": optimizer.precision, "optimizers": [optimizer]}
-    assert clip_grad_norm_(model.parameters(), 1.0, 2, **same).isnan()
-    clip_grad_value_(model.parameters(), 1.0, **same)
+    clipping = Clipping(optimizer.precision, state, [optimizer])
+    assert clipping.norm_(model.parameters(), 1.0, 2).isnan()
+    clipping.value_(model.parameters(), 1.0)
     assert torch.equal(model.weight.grad, torch.tensor([[30.0, 40.0]]))
 
 
@@ -139,8 +139,7 @@ def test_gradients_are_unscaled_after_a_step_that_the_script_left_out():
     norms = []
     for _ in range(3):
         precision.scale(model(torch.tensor([[3.0, 4.0]])).sum()).backward()
-        same = {"state": state, "precision": precision, "optimizers": [optimizer]}
-        norms.append(clip_grad_norm_(model.parameters(), 100.0, 2, **same).item())
+        norms.append(Clipping(precision, state, [optimizer]).norm_(model.parameters(), 100.0, 2).item())
         if len(norms) != 1:
             optimizer.step()
         optimizer.zero_grad()
@@ -154,7 +153,7 @@ def test_only_the_optimizers_that_own_the_clipped_parameters_are_unscaled():
     second, other, _ = made(precision=precision)
     for model in (first, second):
         precision.scale(model(torch.tensor([[3.0, 4.0]])).sum()).backward()
-    clip_grad_norm_(first.parameters(), 100.0, 2, state=state, precision=precision, optimizers=[one, other])
+    Clipping(precision, state, [one, other]).norm_(first.parameters(), 100.0, 2)
     assert torch.allclose(first.weight.grad, torch.tensor([[3.0, 4.0]]))
     assert torch.equal(second.weight.grad, torch.tensor([[3072.0, 4096.0]]))
 
@@ -315,6 +314,6 @@ def test_one_norm_over_parameters_of_different_dtypes():
     half = nn.Parameter(torch.zeros(1, dtype=torch.bfloat16))
     full = nn.Parameter(torch.zeros(1))
     half.grad, full.grad = torch.full_like(half, 3.0), torch.full_like(full, 4.0)
-    assert clip_grad_norm_([half, full], 1.0, 2, state=LoopState(), precision=Precision(), optimizers=[]).item() == 5.0
+    assert Clipping(Precision(), LoopState(), []).norm_([half, full], 1.0, 2).item() == 5.0
     assert half.grad.item() == pytest.approx(0.6, rel=1e-2)
     assert full.grad.item() == pytest.approx(0.8)

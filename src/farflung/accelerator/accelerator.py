@@ -318,18 +318,18 @@ class Accelerator(AcceleratorProperties, OuterMethods, Checkpointing, TrackerMet
         """
         if self._finite is not None:
             parameters = [parameters] if isinstance(parameters, Tensor) else list(parameters)
-        norm = clip.clip_grad_norm_(parameters, max_norm, norm_type, **self._clipping)
+        norm = self._clipping.norm_(parameters, max_norm, norm_type)
         if self._finite is not None and self.sync_gradients:
             self._finite.note_norm(parameters, norm)
         return norm
 
     def clip_grad_value_(self, parameters: Any, clip_value: float) -> None:
         """Clip each gradient's elements to `[-clip_value, clip_value]`; inside a window do nothing."""
-        clip.clip_grad_value_(parameters, clip_value, **self._clipping)
+        self._clipping.value_(parameters, clip_value)
 
     @property
-    def _clipping(self) -> dict[str, Any]:
-        return {"precision": self._precision, "state": self._loop, "optimizers": self._run.optimizers}
+    def _clipping(self) -> clip.Clipping:
+        return clip.Clipping(self._precision, self._loop, self._run.optimizers)
 
     def unscale_gradients(self, optimizer: Optimizer | list[Optimizer] | None = None) -> None:
         """Unscale the fp16 gradients of `optimizer`, or of all; does nothing inside a window, and without fp16."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from copy import copy
 from typing import Any, TypeVar
 
@@ -54,17 +54,13 @@ class ProcessControl:
         if self._world.is_local_main:
             print(*args, **kwargs)
 
-    @contextmanager
-    def main_process_first(self) -> Iterator[None]:
+    def main_process_first(self) -> AbstractContextManager[None]:
         """Return a context manager whose block the first process runs before the others do."""
-        with self._first(self._world.is_main):
-            yield
+        return self._first(self._world.is_main)
 
-    @contextmanager
-    def local_main_process_first(self) -> Iterator[None]:
+    def local_main_process_first(self) -> AbstractContextManager[None]:
         """Return a context manager whose block each machine's first process runs before the machine's others do."""
-        with self._first(self._world.is_local_main):
-            yield
+        return self._first(self._world.is_local_main)
 
     @contextmanager
     def _first(self, mine: bool) -> Iterator[None]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
+from functools import partial
 from numbers import Real
 from types import GeneratorType
 from typing import Any
@@ -18,9 +19,9 @@ from torch.utils.data import DataLoader, Dataset
 from farflung.accelerator import lazy
 from farflung.base.checks import check_flag, check_type, wrong_type
 from farflung.base.errors import ConfigError
-from farflung.base.events import FILES_ONLY, Kind, record
 from farflung.base.torch_internals import before_calls, compiled_from
 from farflung.base.words import counted
+from farflung.comm.recording import OwnHook
 from farflung.comm.tensor_memory import check_exchangeable
 from farflung.config.compile import TorchDynamoPlugin
 from farflung.config.handlers import DataLoaderConfiguration
@@ -29,7 +30,8 @@ from farflung.data.prepare import prepare_loader
 from farflung.loop.finite import SkipNonfinite
 from farflung.loop.optimizer import AcceleratedOptimizer, parameters_of
 from farflung.loop.scheduler import AcceleratedScheduler, Ticks, horizon_of
-from farflung.loop.uneven import EvenCheck
+from farflung.loop.uneven import check_even
+from farflung.process.run_files import note_model
 from farflung.resume.run import Run
 from farflung.strategy.compile import compile_in_place
 
@@ -111,7 +113,8 @@ class Preparer:
         self.run.unaveraged += self.run.strategy.unaveraged(model) if is_wrapped else []
         prepared = self.run.strategy.prepare(model, owners) if is_wrapped else model
         if is_wrapped and self.run.loop.ends is not None:
-            before_calls(prepared, EvenCheck(self.run.loop, self.run.strategy.awaited))
+            check = partial(check_even, self.run.strategy.awaited)
+            before_calls(prepared, OwnHook(check, self.run.loop))
         if is_wrapped and self.finite is not None:
             self.finite.follow(prepared)
         if was_evaluated:  # and is trained now
@@ -120,15 +123,9 @@ class Preparer:
         if evaluation_mode:
             self.run.evaluated.append(prepared)
         elif self.run.world.is_main:
-            self._tell(model)
+            strategy = self.run.strategy
+            note_model(model, str(strategy.kind.value), strategy.mesh.island.size, self.run.world.size)
         return self.run.add(self.run.models, model, prepared)
-
-    def _tell(self, model: nn.Module) -> None:
-        """Say in the run's folder what is trained, from which the bytes of its gradients follow."""
-        trained = [x for x in model.parameters() if x.requires_grad]
-        facts = {"strategy": str(self.run.strategy.kind.value), "island": self.run.strategy.mesh.island.size}
-        facts |= {"parameters": sum(x.numel() for x in trained), "ranks": self.run.world.size}
-        record(Kind.MODEL, level=FILES_ONLY, bytes=sum(x.numel() * x.element_size() for x in trained), **facts)
 
     def optimizer(self, optimizer: Optimizer, place: bool | None) -> AcceleratedOptimizer:
         check_type("prepare_optimizer: optimizer", optimizer, Optimizer, "a torch optimizer")

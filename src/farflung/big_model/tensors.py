@@ -6,7 +6,7 @@ from __future__ import annotations
 import logging
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from typing import Any, TypeAlias
 from weakref import WeakValueDictionary
@@ -298,14 +298,12 @@ def _no_bitsandbytes() -> Unsupported:
 # ---- making
 
 
-@contextmanager
-def init_empty_weights(include_buffers: bool | None = None) -> Iterator[None]:
+def init_empty_weights(include_buffers: bool | None = None) -> AbstractContextManager[None]:
     """Make modules in this block with parameters on the meta device: shapes without memory.
 
     Whether buffers are put there too, the variable `ACCELERATE_INIT_INCLUDE_BUFFERS` decides by default.
     """
-    with init_on_device(torch.device("meta"), include_buffers):
-        yield
+    return init_on_device(torch.device("meta"), include_buffers)
 
 
 @contextmanager

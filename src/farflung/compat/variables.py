@@ -6,7 +6,7 @@ from __future__ import annotations
 import functools
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -55,11 +55,9 @@ def is_rich_available() -> bool:
     return is_installed("rich") and parse_flag_from_env("ACCELERATE_ENABLE_RICH")
 
 
-@contextmanager
-def patch_environment(**kwargs: Any) -> Iterator[None]:
+def patch_environment(**kwargs: Any) -> AbstractContextManager[None]:
     """Set variables, their names in upper case, for the length of a block; afterwards they are as before."""
-    with environ.patched({name.upper(): str(value) for name, value in kwargs.items()}):
-        yield
+    return environ.patched({name.upper(): str(value) for name, value in kwargs.items()})
 
 
 @contextmanager

@@ -49,15 +49,12 @@ class Resolved:
         The origin is what states the value and where: `flag --cpu`, `environment SLURM_PROCID`, `file train.yaml:3`.
         """
         stated = ((entry, self.settings.value(entry.name)) for entry in FIELDS)
-        origins = {name: str(origin) for name, origin in self.origins.items()}
+        origins = {entry.name: str(self.origins.get(entry.name, "default")) for entry in FIELDS}
         return [
-            (entry.name, entry.text(value) or "''", origins.get(entry.name, "default"))
+            (entry.name, entry.text(value) or "''", origins[entry.name])
             for entry, value in stated
-            if value is not None and (everything or value != entry.default or self._is_stated(entry.name))
+            if value is not None and (everything or value != entry.default or origins[entry.name] != "default")
         ]
-
-    def _is_stated(self, name: str) -> bool:
-        return name in self.origins and self.origins[name].kind != "default"
 
 
 def resolve(flags: Mapping[str, str | bool]) -> Resolved:

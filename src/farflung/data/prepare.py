@@ -271,9 +271,11 @@ def _sharded_stream(
     if batch_size is not None:
         size = changes.get("batch_size", batch_size)
         changes["batch_sampler"] = BatchSampler(source.loader.sampler, size, source.drop_last)
-    if not config.even_batches and _num_files(dataset) >= group.size:
-        files = dataset.shard(num_shards=group.size, index=group.rank)
-        return DataLoaderShard.over(source, settings, {**changes, "dataset": files})
+    if not config.even_batches and hasattr(dataset, "shard"):  # files, as in `datasets`
+        num_files = getattr(dataset, "num_shards", None) or getattr(dataset, "n_shards", None) or 0
+        if num_files >= group.size:
+            files = dataset.shard(num_shards=group.size, index=group.rank)
+            return DataLoaderShard.over(source, settings, {**changes, "dataset": files})
     is_stateful = hasattr(dataset, "state_dict") and hasattr(dataset, "load_state_dict")
     shard = (StatefulShard if is_stateful else MarkedShard)(
         dataset,
@@ -324,10 +326,3 @@ def _shared_generator(source: Source) -> torch.Generator | None:
         sampler.generator = made_generator()
         sampler.generator.manual_seed(int(torch.empty((), dtype=torch.int64).random_().item()))
     return sampler.generator if isinstance(sampler.generator, torch.Generator) else None
-
-
-def _num_files(dataset: Any) -> int:
-    """Return into how many parts an iterable data set can be divided without reading it, in the way of `datasets`."""
-    if not hasattr(dataset, "shard"):
-        return 0
-    return getattr(dataset, "num_shards", None) or getattr(dataset, "n_shards", None) or 0

@@ -165,9 +165,12 @@ class Source:
                 f"A {type(self.loader).__name__} cannot be sharded across ranks: prepare the loader first, then call "
                 "skip_first_batches on what comes back."
             )
-        return Source(
-            _view_copied(cast(LoaderView, self.loader)) if self.is_view else copied_loader(self.loader, attributes)
-        )
+        if not self.is_view:
+            return Source(copied_loader(self.loader, attributes))
+        view = copy.copy(cast(LoaderView, self.loader))
+        source = view.base_source.altered()
+        view.__dict__.update(base_source=source, base_dataloader=source.loader)
+        return Source(view)
 
     def with_indices(self, indices: Any, **attributes: Any) -> Source:
         return self.altered(**{self.indices_name: indices}, **attributes)
@@ -252,13 +255,6 @@ class SkipDataLoader(LoaderView):
 
     def __len__(self) -> int:
         return max(0, len(self.base_dataloader) - self.skip_batches)
-
-
-def _view_copied(view: LoaderView) -> LoaderView:
-    other = copy.copy(view)
-    source = view.base_source.altered()
-    other.__dict__.update(base_source=source, base_dataloader=source.loader)
-    return other
 
 
 def made_loader(dataset: Any, stateful: bool, arguments: dict[str, Any]) -> DataLoader[Any]:

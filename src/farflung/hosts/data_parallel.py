@@ -37,7 +37,7 @@ from farflung.comm.shards import is_sharded
 from farflung.comm.torch_group import TorchGroup
 from farflung.config import environ
 from farflung.config.launch import launched_outer
-from farflung.hosts.driver import Driver
+from farflung.hosts.driver import Driver, together
 from farflung.hosts.elastic import members_of, slots_of
 from farflung.hosts.evaluation import follow_modes
 from farflung.hosts.followed import FollowedLoop, FollowedModel
@@ -45,7 +45,7 @@ from farflung.hosts.frameworks import follow_frameworks, show_in_trainer, to_mak
 from farflung.hosts.patching import around
 from farflung.hosts.rounds import RoundFigures, RoundOutputs, note_attached
 from farflung.hosts.spawned import follow_processes
-from farflung.hosts.training_data import TrainingData
+from farflung.hosts.training_data import TrainingData, sampler_of
 from farflung.loop.optimizer import parameters_of
 from farflung.loop.scheduler import planned_updates
 from farflung.methods.arguments import OuterConfig, recipe_of
@@ -296,7 +296,8 @@ class DDPTakeover:
 
     def _opened(self, shared: FollowedLoop, optimizer: Optimizer) -> Driver:
         """Open the loop over models at the first step of `optimizer`, and say so."""
-        module, mesh, number = shared.module(), shared.models[0].mesh, self._followed.index(shared.models[0])
+        module = together([one.local.module for one in shared.models])
+        mesh, number = shared.models[0].mesh, self._followed.index(shared.models[0])
         members = members_of(self.place, mesh, self._data.slots)
         before = {id(parameter) for one in shared.models for parameter in one.trained()}
         with self._in_round(), training(module, lambda each: each.requires_grad or id(each) in before):
@@ -375,7 +376,8 @@ class DDPTakeover:
 
     def iteration_ended(self, ended: Any, at_end: bool) -> None:
         for one in self._loops:
-            one.epochs.iteration_ended(ended, at_end, ended.may_train, self._data.is_read_ahead(ended))
+            is_read_ahead = sampler_of(ended.base_dataloader) in self._data.read_ahead
+            one.epochs.iteration_ended(ended, at_end, ended.may_train, is_read_ahead)
 
     def _flush(self, shared: FollowedLoop) -> None:
         """Stay in the rounds of a loop until all ranks have come here: a collective."""

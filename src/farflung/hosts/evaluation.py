@@ -16,6 +16,7 @@ from torch import nn
 
 from farflung.base.events import Kind, record
 from farflung.comm.frames import user_call
+from farflung.comm.recording import OwnHook
 from farflung.comm.shards import local, reshard
 from farflung.comm.tensor_memory import lent
 from farflung.hosts.patching import around
@@ -84,7 +85,7 @@ class LentWeights:
         self._own: ExitStack | None = None
         self.trains = trains
         # Before fully_shard gathers the weights.
-        self.hook = model.register_forward_pre_hook(_BeforeForward(self), prepend=True)
+        self.hook = model.register_forward_pre_hook(OwnHook(_before_forward, self), prepend=True)
 
     @property
     def is_on(self) -> bool:
@@ -147,23 +148,12 @@ class AgreedState:
         return own
 
 
-class _BeforeForward:
-    """Ends an evaluation before a forward pass in train mode; copies of the model, and files of it, have a hook too."""
-
-    def __init__(self, lent: LentWeights | None = None) -> None:
-        self._lent = None if lent is None else weakref.ref(lent)
-
-    def __call__(self, module: nn.Module, *_: Any) -> None:
-        if torch.compiler.is_compiling() or self._lent is None:
-            return
-        inner = getattr(module, "module", None)  # Lightning leaves DDP's own mode as it was in the evaluation
-        inner = inner if isinstance(inner, nn.Module) else module
-        if inner.training and (lent := self._lent()) is not None:
-            lent.end()
-            lent.trains()
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return _BeforeForward, ()
+def _before_forward(lent: LentWeights, module: nn.Module, *_: Any) -> None:
+    """End an evaluation before a forward pass in train mode."""
+    inner = getattr(module, "module", None)  # Lightning leaves DDP's own mode as it was in the evaluation
+    if (inner if isinstance(inner, nn.Module) else module).training:
+        lent.end()
+        lent.trains()
 
 
 class ModeListener(Protocol):
@@ -194,22 +184,10 @@ def _set_mode(train: Callable[..., Any], module: nn.Module, mode: bool = True) -
     return result
 
 
-class FollowedModelHook:
-    """Calls `act` with a followed model and what a hook of it gets.
-
-    Copies of the model, and files of it as a whole, have the hook too, where it does nothing.
-    """
-
-    def __init__(self, act: Callable[..., None] | None = None, one: Any = None) -> None:
-        self._act, self._one = act, None if one is None else weakref.ref(one)
-
-    def __call__(self, module: nn.Module, *args: Any) -> None:
-        one = None if self._one is None else self._one()
-        if self._act is not None and one is not None and one.holds(module):
-            self._act(one, *args)
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return FollowedModelHook, ()
+def end_evaluation(one: Any, module: nn.Module, *_: Any) -> None:
+    """Put a rank's own weights back into a model, before others are loaded."""
+    if one.holds(module):
+        one.evaluation.end()
 
 
 class EvaluatedModel:
@@ -224,8 +202,8 @@ class EvaluatedModel:
         self.model, self.bare = model, bare
         self.evaluation = LentWeights(model)
         hooked: Any = bare  # whose types are not complete in torch
-        end = FollowedModelHook(lambda one, *_: one.evaluation.end(), self)
-        self.hooks = [self.evaluation.hook, hooked.register_load_state_dict_pre_hook(end)]
+        end = hooked.register_load_state_dict_pre_hook(OwnHook(end_evaluation, self))
+        self.hooks = [self.evaluation.hook, end]
 
     def holds(self, module: nn.Module) -> bool:
         """Whether `module` is the model, maybe unwrapped."""

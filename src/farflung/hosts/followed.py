@@ -18,8 +18,9 @@ from torch.optim import Optimizer
 from farflung.base.errors import StateError, Unsupported
 from farflung.base.torch_internals import compiled_from
 from farflung.base.words import counted
-from farflung.hosts.driver import Driver, EpochTracker, together
-from farflung.hosts.evaluation import AgreedState, FollowedModelHook, LentWeights, agreed_in
+from farflung.comm.recording import OwnHook
+from farflung.hosts.driver import Driver, EpochTracker
+from farflung.hosts.evaluation import AgreedState, LentWeights, agreed_in, end_evaluation
 from farflung.outer.gradients import LocalDDP
 from farflung.process.mesh import Mesh
 
@@ -37,10 +38,6 @@ class FollowedLoop:
         self.driver: Driver | None = None
         self.optimizers: weakref.WeakSet[Optimizer] = weakref.WeakSet()  # that train the models
         self.epochs = EpochTracker(partial(flush, self))
-
-    def module(self) -> nn.Module:
-        """Return the model, or a module of all of them."""
-        return together([one.local.module for one in self.models])
 
     def take_driver(self) -> Driver | None:
         """Return the driver, whose loop has to be ended: the models have none from now on."""
@@ -79,9 +76,9 @@ class FollowedModel:
         ddp.register_comm_hook = _no_second_hook  # type: ignore[method-assign]
         for whole in filter(None, (self.local.module, compiled_from(self.local.module))):
             hooks: Any = whole  # whose types are not complete in torch
-            hooks.register_state_dict_post_hook(FollowedModelHook(_put_agreed, self))
-            hooks.register_load_state_dict_pre_hook(FollowedModelHook(lambda one, *_: one.evaluation.end(), self))
-            hooks.register_load_state_dict_post_hook(FollowedModelHook(_begin_anew, self))
+            hooks.register_state_dict_post_hook(OwnHook(_put_agreed, self))
+            hooks.register_load_state_dict_pre_hook(OwnHook(end_evaluation, self))
+            hooks.register_load_state_dict_post_hook(OwnHook(_begin_anew, self))
 
     @property
     def driver(self) -> Driver | None:
@@ -126,9 +123,9 @@ def _no_second_hook(state: object, hook: Callable[..., object]) -> None:
     )
 
 
-def _put_agreed(one: FollowedModel, state: dict[str, Any], prefix: str, metadata: Any) -> None:
+def _put_agreed(one: FollowedModel, module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
     """Put copies of the agreed weights into a state dict of a followed model."""
-    if one.driver is None or not one.driver.lends:
+    if not one.holds(module) or one.driver is None or not one.driver.lends:
         return
     with one.driver.agreed():
         own = {key: value for key, value in state.items() if key.startswith(prefix) and torch.is_tensor(value)}
@@ -137,9 +134,9 @@ def _put_agreed(one: FollowedModel, state: dict[str, Any], prefix: str, metadata
     one.saved.note(state, own, one.driver.attempts, is_between)
 
 
-def _begin_anew(one: FollowedModel, keys: Any) -> None:
+def _begin_anew(one: FollowedModel, module: nn.Module, keys: Any) -> None:
     """Treat loaded weights as a new starting point, not as a step of training."""
-    if one.driver is None:
+    if not one.holds(module) or one.driver is None:
         return
     others = len(one.shared.models) - 1
     if others and one.shared.epochs.is_behind and not one.driver.loop.is_newcomer:

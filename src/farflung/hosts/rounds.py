@@ -17,10 +17,10 @@ from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from farflung.base.events import FILES_ONLY, Kind, record, tell
+from farflung.base.events import tell
 from farflung.base.words import in_bytes
 from farflung.process.failure import OUTER_ATTACHED, OUTER_ROUND, leave_note
-from farflung.process.run_files import ROUNDS, Metrics, add_lines, keep_events, run_folder, who
+from farflung.process.run_files import ROUNDS, Metrics, add_lines, keep_events, note_model, run_folder, who
 
 if TYPE_CHECKING:
     from torch import nn
@@ -57,14 +57,10 @@ def note_attached(model: nn.Module, island: int, ranks: int, is_first: bool) -> 
     """Note that a loop is over a DDP model; the first rank writes in the run's folder what is trained."""
     leave_note(OUTER_ATTACHED)
     if is_first:
-        trained = [x for x in model.parameters() if x.requires_grad]
-        facts = {"strategy": "ddp", "island": island, "parameters": sum(x.numel() for x in trained), "ranks": ranks}
-        record(Kind.MODEL, level=FILES_ONLY, bytes=sum(x.numel() * x.element_size() for x in trained), **facts)
+        note_model(model, "ddp", island, ranks)
 
 
 class _RunRounds(logging.Handler):
-    """Writes the rounds of all loops of this process to the run's folder."""
-
     def __init__(self, path: Path) -> None:
         super().__init__()
         self._path = path

@@ -211,9 +211,6 @@ class TrainingData:
         finally:
             self.is_inside = before
 
-    def is_read_ahead(self, ended: LoaderPass) -> bool:
-        return sampler_of(ended.base_dataloader) in self.read_ahead
-
     def _shared(
         self, loader: DataLoader[Any], sampler: DistributedSampler[Any], copy: DataLoader[Any], current: LoaderPass
     ) -> Iterator[Any]:

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from threading import Thread
 from typing import Any
 
@@ -105,25 +104,14 @@ class UnevenDataCheck:
         self._checked = one.name, at
 
 
-@dataclass(eq=False)
-class EvenCheck:
-    """Checks before each forward pass of a model that the ranks it or its backward pass waits for have the batch.
+def check_even(awaited: Callable[[nn.Module], Group | None], loop: Any, model: nn.Module, *_: Any) -> None:
+    """Check before a forward pass of a model that the ranks it or its backward pass waits for have the batch.
 
-    `awaited` returns those ranks.
+    `awaited` returns those ranks; `loop` is the `LoopState`.
     """
-
-    loop: Any = None  # the `LoopState`; None: the model is a copy, which is in no run
-    awaited: Callable[[nn.Module], Group | None] = lambda model: None
-
-    def __call__(self, model: nn.Module, inputs: Any) -> None:
-        if torch.compiler.is_compiling() or self.loop is None or self.loop.joined is not None:
-            return
-        one = self.loop.current
-        if one is not None and one.loader.may_be_uneven:
-            self.loop.ends.check(one, self.awaited(model), model)
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return EvenCheck, ()
+    one = loop.current
+    if one is not None and loop.joined is None and one.loader.may_be_uneven:
+        loop.ends.check(one, awaited(model), model)
 
 
 class JoinedRanks:

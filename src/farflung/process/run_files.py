@@ -95,6 +95,13 @@ def _show_warning(
         record(Kind.WARNING, level=FILES_ONLY, **facts)
 
 
+def note_model(model: Any, strategy: str, island: int, ranks: int) -> None:
+    """Say in the run's folder what is trained, from which the bytes of its gradients follow."""
+    trained = [x for x in model.parameters() if x.requires_grad]
+    facts = {"strategy": strategy, "island": island, "parameters": sum(x.numel() for x in trained), "ranks": ranks}
+    record(Kind.MODEL, level=FILES_ONLY, bytes=sum(x.numel() * x.element_size() for x in trained), **facts)
+
+
 def add_lines(path: Path, rows: list[dict[str, Any]]) -> None:
     """Add lines to a file that several processes may write to, in the form of `json_line`."""
     text = "".join(map(json_line, rows))

@@ -25,7 +25,7 @@ class Strategy:
         ddp_handler: arguments for torch's DDP.
     """
 
-    kind: DistributedType
+    kind = DistributedType.NO
     places = False
     ddp_handler: DistributedDataParallelKwargs | None = None
 
@@ -69,9 +69,3 @@ class Strategy:
     def unwrap(self, model: nn.Module) -> nn.Module:
         """Return the module that `prepare` was given."""
         return model
-
-
-class Single(Strategy):
-    """One process alone: nothing to wrap and nothing to synchronize."""
-
-    kind = DistributedType.NO

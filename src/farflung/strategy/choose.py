@@ -13,7 +13,7 @@ from farflung.config.handlers import DistributedDataParallelKwargs
 from farflung.config.sharding import FullyShardedDataParallelPlugin
 from farflung.process.mesh import Mesh
 from farflung.process.world import World
-from farflung.strategy.base import Single, Strategy
+from farflung.strategy.base import Strategy
 from farflung.strategy.ddp import DDP
 
 if TYPE_CHECKING:
@@ -36,7 +36,7 @@ def choose_strategy(
     is_alone = world.kind == DistributedType.NO
     strategy: Strategy
     if fsdp is None:
-        strategy = Single(mesh) if is_alone else DDP(world.kind, mesh, world.device)
+        strategy = Strategy(mesh) if is_alone else DDP(world.kind, mesh, world.device)
     elif is_alone:
         strategy = fsdp_strategy.OneShard(mesh, world.device, fsdp)
     else:

@@ -100,15 +100,18 @@ class DDP(ShardedModels):
             wrappers = {Hook.FP16: default_hooks.fp16_compress_wrapper, Hook.BF16: default_hooks.bf16_compress_wrapper}
             hook: Any = powerSGD_hook.powerSGD_hook
             if handler.comm_wrapper in wrappers:
-                hook = _renamed(wrappers[handler.comm_wrapper](hook))
+                hook = wrappers[handler.comm_wrapper](hook)
+                hook.__name__ = "hook"  # DDP goes by the name, and refuses bf16 on backends that have it
             ddp.register_comm_hook(powerSGD_hook.PowerSGDState(None, **handler.comm_state_option), hook)
 
     def _averaging_group(self, reference: weakref.ref[DistributedDataParallel]) -> dist.ProcessGroup | None:
         ddp = reference()
         if any(ddp is other for other in self._unsynced):
             return None
-        is_local = any(ddp is other for other in self._local)
-        return self.mesh.row.get_group() if is_local else _everyone()
+        if any(ddp is other for other in self._local):
+            return self.mesh.row.get_group()
+        assert dist.group.WORLD is not None
+        return dist.group.WORLD
 
     def no_sync(self, model: nn.Module) -> AbstractContextManager[Any]:
         if not isinstance(model, DistributedDataParallel):
@@ -200,18 +203,3 @@ def _let_go(reference: weakref.ref[DistributedDataParallel]) -> None:
     ddp = reference()
     if ddp is not None:
         ddp.process_group = ddp.reducer = ddp.logger = None  # type: ignore[assignment]
-
-
-def _everyone() -> dist.ProcessGroup:
-    group = dist.group.WORLD
-    assert group is not None
-    return group
-
-
-def _renamed(torchs: Any) -> Any:
-    """Return torch's hook under another name: DDP goes by the name, and refuses bf16 on backends that have it."""
-
-    def hook(state, bucket):  # type: ignore[no-untyped-def]
-        return torchs(state, bucket)
-
-    return hook

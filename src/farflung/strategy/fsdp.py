@@ -29,13 +29,13 @@ from farflung.comm.shards import is_sharded, model_has_dtensor, reshard, sharded
 from farflung.config.sharding import FullyShardedDataParallelPlugin
 from farflung.precision.base import wrap_forward
 from farflung.process.mesh import Mesh
-from farflung.strategy.base import Single
+from farflung.strategy.base import Strategy
 from farflung.strategy.sharded import ShardedModels, refuse_muon
 
 _MARK = "_farflung_recomputed"  # on a forward pass that computes again; what wraps that takes the mark along
 
 
-class OneShard(Single):
+class OneShard(Strategy):
     """FSDP on one process, which has nothing to share: what the plugin says of activations counts nevertheless."""
 
     def __init__(self, mesh: Mesh, device: torch.device, plugin: FullyShardedDataParallelPlugin) -> None:
