@@ -5,6 +5,7 @@ import json
 import logging
 import os
 import re
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import redirect_stderr
 from io import StringIO
 from pathlib import Path
@@ -15,7 +16,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
-from farflung import Accelerator
+from farflung import Accelerator, LocalSGD
 from farflung.address.c10d_transport import C10dTransport
 from farflung.address.member_store import LauncherNotes
 from farflung.address.schemes import transport_at
@@ -28,7 +29,7 @@ from farflung.hosts.data_parallel import DDPTakeover
 from farflung.launch.plan import RANK
 from farflung.launch.shell import start_of
 from farflung.methods.arguments import OuterConfig
-from farflung.outer import OuterLoop, diloco
+from farflung.outer import OuterLoop, diloco, post_local_sgd
 from farflung.process.place import Place
 from farflung.testing.ranks import run_ranks
 from farflung.utils import ProjectConfiguration
@@ -101,10 +102,17 @@ def test_a_schedule_may_be_planned_by_the_length_of_a_loader_before_there_is_a_m
     assert [planned._length(DataLoader.__len__, loader) for loader in loaders] == [6, 12]
 
 
-def in_a_run(tmp_path, act, *args):
+def in_a_run(tmp_path, act, *args, ranks=1):
     """What a replica returns from `act(address, *args)`: the only one of a run that may have two."""
     transport_at(tmp_path.as_uri()).board.put("run", json.dumps({"expected": 1, "most": 2}).encode())
-    return run_ranks(act, 1, tmp_path.as_uri(), *args)[0]
+    return run_ranks(act, ranks, tmp_path.as_uri(), *args)[0]
+
+
+def by_two(tmp_path, act):
+    """What both replicas of a run return from `act(address, number)`."""
+    transport_at(tmp_path.as_uri()).board.put("run", json.dumps({"expected": 2, "most": 2}).encode())
+    with ThreadPoolExecutor(2) as pool:
+        return list(pool.map(lambda number: run_ranks(act, 1, tmp_path.as_uri(), number)[0], range(2)))
 
 
 def enroll(address):
@@ -161,9 +169,9 @@ class Loops(Fits):
 
 
 class Prepared(Fits):
-    def __init__(self):
+    def __init__(self, config=CONFIG):
         super().__init__()
-        self.accelerator = Accelerator(cpu=True, outer=CONFIG)
+        self.accelerator = Accelerator(cpu=True, outer=config)
 
     def fit(self):
         self.train(*self.accelerator.prepare(self.model, self.optimizer(), self.batches()))
@@ -174,9 +182,9 @@ class Prepared(Fits):
 
 
 class Wrapped(Fits):
-    def __init__(self):
+    def __init__(self, config=CONFIG):
         super().__init__()
-        self.takeover = DDPTakeover(CONFIG, Slots, Place.launched())
+        self.takeover = DDPTakeover(config, Slots, Place.launched())
         self.takeover.install()
 
     def fit(self):
@@ -359,3 +367,72 @@ def prepared_adversaries(address):
 def test_all_models_of_an_accelerator_share_a_loop_where_replicas_come_and_go(tmp_path):
     loops, saved, weights = in_a_run(tmp_path, prepared_adversaries)
     assert (loops, saved, weights) == (1, -6.0, [-6.0, -6.0])
+
+
+def in_islands(address):
+    """Be a rank of a replica of two, in a script that asks for islands."""
+    environ.export({"FARFLUNG_STORE": address, "FARFLUNG_MEMBER": "0", "FARFLUNG_RUN_DIR": "none"})
+    with pytest.raises(ConfigError, match=r"2 processes of this one form 2, .* give --ranks_per_replica 1"):
+        Accelerator(cpu=True, outer=CONFIG, island_size=1)
+    return Accelerator(cpu=True, outer=CONFIG, island_size=2).num_processes
+
+
+def test_a_replica_is_one_island_whatever_a_script_asks_for(tmp_path):
+    assert in_a_run(tmp_path, in_islands, ranks=2) == 2
+
+
+WARM = OuterConfig("post_local_sgd", warmup=4, every=2)
+
+
+def warmed_up(address, host):
+    """Train in a replica whose gradients DDP averages in the first steps."""
+    enroll(address)
+    fits = host(WARM)
+    with pytest.raises(ConfigError, match="within each replica alone"):
+        fits.fit()
+
+
+@pytest.mark.parametrize("host", [Prepared, Wrapped])
+def test_a_warm_up_in_which_each_replica_would_train_alone_is_refused(host, tmp_path):
+    in_a_run(tmp_path, warmed_up, host)
+
+
+def warmed_up_in_a_plain_loop(address, number):
+    """The weights of a model of DDP after a warm-up, whose gradients differ between replicas."""
+    enroll(address)
+    fits = Fits()
+    ddp, optimizer = DistributedDataParallel(fits.model), fits.optimizer()
+    with OuterLoop(ddp, post_local_sgd(3, every=100), membership=launched_membership()) as loop:
+        loop.attach(optimizer)
+        for _ in range(3):
+            optimizer.zero_grad()
+            ddp(torch.full((1, 2), float(number))).sum().backward()
+            optimizer.step()
+        weights = fits.model.weight.tolist()
+    return weights
+
+
+@pytest.mark.timeout(60)
+def test_an_attached_loop_averages_gradients_of_ddp_over_replicas_in_a_warm_up(tmp_path):
+    assert by_two(tmp_path, warmed_up_in_a_plain_loop) == [[[-1.5, -1.5]]] * 2
+
+
+def averaged(address, number):
+    """The weights of a replica of one process after each step of LocalSGD."""
+    enroll(address)
+    fits, accelerator = Fits(), Accelerator(cpu=True)
+    model, optimizer = accelerator.prepare(fits.model, fits.optimizer())
+    weights = []
+    with LocalSGD(accelerator, model, 2) as averaging:
+        for _ in range(2):
+            optimizer.zero_grad()
+            accelerator.backward(model(torch.full((1, 2), float(number))).sum())
+            optimizer.step()
+            averaging.step()
+            weights.append(fits.model.weight[0, 0].item())
+    return weights
+
+
+@pytest.mark.timeout(60)
+def test_local_sgd_averages_replicas_of_one_process(tmp_path):
+    assert by_two(tmp_path, averaged) == [[0.0, -1.0], [-1.0, -1.0]]

@@ -201,6 +201,7 @@ WRONG = [
     ("launch --elastic 1:3 --outer diloco --outer-robust trimmed train.py", "needs 4 replicas", "3"),
     ("launch --elastic 4:8 --outer hierarchical --outer-levels 4:2,64:all train.py", "hierarchical averages blocks"),
     ("launch --dry-run --elastic 1:3 --outer diloco --outer-robust trimmed train.py", "needs 4 replicas", "3"),
+    ("launch --elastic 1:3 --outer post_local_sgd --outer-warmup 4 train.py", "warmup is 4: DDP would average"),
     (f"{AVERAGED} --outer-robust clip train.py", "--outer_robust is 'clip', but weights that are averaged have"),
     # settings that exclude each other
     ("launch --elastic 1:2 --replicas 0 train.py", "1 or more"),

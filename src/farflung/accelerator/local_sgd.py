@@ -42,7 +42,8 @@ class LocalSGD:
         check_flag("enabled", enabled)
         if enabled:
             check_whole("local_sgd_steps", local_sgd_steps, least=1)
-        self.enabled = enabled and accelerator.use_distributed
+        is_replica = accelerator._run.world.place.member is not None
+        self.enabled = enabled and (accelerator.use_distributed or is_replica)
         self.local_sgd_steps = local_sgd_steps
         self._block: AbstractContextManager[OuterLoop, bool | None] | None = None
         self._loop: OuterLoop | None = None

@@ -22,13 +22,14 @@ from torch.optim import Optimizer
 
 from farflung.auto.trial import RecipeTrial
 from farflung.auto.tuner import LineTuner
+from farflung.base.errors import ConfigError
 from farflung.base.events import Kind, record
 from farflung.base.words import counted
 from farflung.comm.group import Group
 from farflung.hosts.evaluation import evaluates
 from farflung.members.elastic import Elastic
 from farflung.methods.inner import IterationTracker
-from farflung.methods.recipe import Recipe
+from farflung.methods.recipe import Recipe, unfit
 from farflung.methods.schedule import TrialSchedule
 from farflung.outer.engine import OuterLoop
 
@@ -97,6 +98,8 @@ class Driver:
         self._pass: Callable[[], DataPass | None] = lambda: None  # of the latest step, as long as it exists
         self._before_pass = 0  # attempts
         membership = members.membership
+        if membership is not None and (why := unfit(recipe, membership.most, is_fixed=False, by_ddp=True)):
+            raise ConfigError(why)
         tuner = None
         trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
         self._is_adapter = 2 * trained < sum(parameter.numel() for parameter in model.parameters())

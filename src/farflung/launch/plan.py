@@ -386,5 +386,6 @@ def check_recipe(resolved: Resolved, variables: Mapping[str, str], most: int) ->
     except ConfigError as error:
         raise explained(error, resolved.file, resolved.origins) from None
     recipe = outer_arguments.recipe_of(settings, local_size=2)
-    if why := outer_arguments.unfit(recipe, most, is_fixed=not (resolved.settings.elastic or resolved.settings.join)):
+    is_fixed = not (resolved.settings.elastic or resolved.settings.join)
+    if why := outer_arguments.unfit(recipe, most, is_fixed, by_ddp=True):
         raise ConfigError(why)

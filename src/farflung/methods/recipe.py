@@ -302,13 +302,20 @@ class Recipe:
         return inside.groups if isinstance(inside, Levels) else ()
 
 
-def unfit(recipe: Recipe, most: int, is_fixed: bool) -> str:
+def unfit(recipe: Recipe, most: int, is_fixed: bool, by_ddp: bool = False) -> str:
     """Return why a recipe can't be used in a run; empty if it can.
 
     Args:
         most: how many replicas there may be.
         is_fixed: no replica comes or goes.
+        by_ddp: the gradients of a warm-up are averaged by DDP, over the ranks of a replica that comes and goes.
     """
+    if by_ddp and recipe.warmup and not is_fixed:
+        return (
+            f"warmup is {recipe.warmup}: DDP would average the gradients of these steps within each replica alone, "
+            "where replicas come and go. Use local_sgd, or fixed ranks (without --elastic); a plain OuterLoop with an "
+            "attached optimizer averages them over all replicas."
+        )
     if recipe.levels and not is_fixed:
         return (
             "hierarchical averages blocks of neighbouring ranks, which change where replicas come and go. Use islands "

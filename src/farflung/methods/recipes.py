@@ -75,8 +75,9 @@ def local_sgd(every: int = _OFTEN, *, codec: Codec | str | None = None) -> Recip
 def post_local_sgd(warmup: int, every: int = _OFTEN, *, codec: Codec | str | None = None) -> Recipe:
     """Average gradients in each of the first `warmup` steps, then train as `local_sgd(every)`.
 
-    Under an `Accelerator`, DDP averages gradients during the warm-up; in a plain loop `attach` the optimizer, or call
-    `average_gradients` before each of its steps. It saves nothing in a run hardly longer than the warm-up.
+    Under an `Accelerator`, DDP averages gradients during the warm-up, which is refused where replicas come and go; in a
+    plain loop `attach` the optimizer, or call `average_gradients` before each of its steps. It saves nothing in a run
+    hardly longer than the warm-up.
 
     Args:
         warmup: number of first steps in which gradients are averaged.

@@ -146,7 +146,8 @@ class OuterLoop:
         self._rounds = Rounds(replica, timetable, quorum, self._meter, self.listeners, twins)
         chooser.bind(model, quorum)
         quorum.under_way = weakref.proxy(self._rounds)  # or a loop that is dropped would keep its model
-        self._warmup = GradientWarmup(recipe.warmup, model, timetable, quorum, self._meter, self._ddp is not None)
+        by_ddp = self._ddp is not None and membership.is_fixed  # a replica that comes and goes is a world of its own
+        self._warmup = GradientWarmup(recipe.warmup, model, timetable, quorum, self._meter, by_ddp)
         self._sync = Sync(timetable, quorum, self._rounds, self._warmup, self._meter, chooser, replica_of)
         self._sync.enter()
         self.open_end = OpenEnd(weakref.WeakMethod(self._sync.note_weights) if island.size == 1 else lambda: None)

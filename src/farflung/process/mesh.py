@@ -144,7 +144,13 @@ def cut_sequences(
 
 
 def require_replicas(mesh: Mesh, place: Place) -> None:
-    """Raise ConfigError if one island has all ranks, so that an outer loop has nothing to average in this run."""
+    """Raise ConfigError unless there are several islands to average in this run, or one in an elastic replica."""
+    if place.member is not None and mesh.replicas.size > 1:
+        raise ConfigError(
+            f"A replica of --elastic is one island, but the {mesh.everyone.size} processes of this one form "
+            f"{mesh.replicas.size}, which would train a model each. Leave island_size and dp_replicate_size out, and "
+            f"give --ranks_per_replica {mesh.island.size} for islands of that size."
+        )
     if place.member is None and mesh.replicas.size == 1 and mesh.island.size > 1:
         raise ConfigError(
             f"An outer loop averages replicas, but all {mesh.island.size} processes share one. Make several: "
