@@ -30,7 +30,7 @@ import torch
 from farflung import Accelerator
 from farflung.utils import set_seed
 epochs, pause = int(sys.argv[1]), float(sys.argv[2])
-accelerator = Accelerator(cpu=True)
+accelerator = Accelerator(cpu=True, save_on_signal=sys.argv[4] if len(sys.argv) > 4 else None)
 set_seed(1)
 model = torch.nn.Linear(4, 1)
 optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
@@ -128,10 +128,12 @@ def test_a_run_that_is_signalled_is_saved_and_continues_bit_by_bit_when_it_is_st
         assert [(train / f"end{rank}").read_text() for rank in range(2)] == whole
 
 
-@pytest.mark.parametrize("alone", [True, False])
-def test_one_process_has_the_same_code_with_and_without_a_launcher_above_it(alone, train):
-    words = ["train.py", 1000, 0.05, 0]
-    launcher = launch(*([] if alone else ["--json"]), *words, processes=1)
+@pytest.mark.parametrize(
+    ("flags", "saves", "words"), [([], "saved", []), (["--json"], "saved", []), (["--json"], None, ["saved"])]
+)
+def test_one_process_has_the_same_code_with_and_without_a_launcher_above_it(flags, saves, words, train):
+    """Also if the script alone says where to save."""
+    launcher = launch(*flags, "train.py", 1000, 0.05, 0, *words, processes=1, saves=saves)
     wait_for(train / "up0")
     launcher.send_signal(signal.SIGTERM)
     code, said = end(launcher)

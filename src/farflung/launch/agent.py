@@ -121,7 +121,7 @@ def run_agent(plan: Plan, settings: LaunchSettings, line_prefix: str | None = No
             first = num_local * int(meeting.conf.get("rank", 0))
             before = _reported(logs, first, heard.end_at)
             too_early = saves and not heard.passed_on and heard.ended_by in PREEMPTION
-            return Outcome(before, heard.ended_by, is_preempted=too_early)
+            return Outcome(before, heard.ended_by, notes=_notes(logs), is_preempted=too_early)
         except (RendezvousError, DistNetworkError, DistStoreError) as error:
             why = str(error).strip().rstrip(".").partition("\n")[0]
             raise EngineFailure(
