@@ -120,6 +120,10 @@ def test_a_run_resumes_with_its_mean_bit_by_bit_and_leaves_it(tmp_path, layout, 
 def test_what_can_not_work_is_refused():
     with pytest.raises(ConfigError, match=r"ema is 0.9, but an outer loop trains the replicas\. Use its average="):
         Accelerator(cpu=True, ema=0.9, outer="diloco")
+    accelerator, model, _ = prepared("one", ema=0.9)
+    with pytest.raises(ConfigError, match=r"ema is 0.9, but an outer loop trains the replicas\. Use its average="):
+        accelerator.outer(model, "diloco")
+    AcceleratorState._reset_state()
     for wrong in (0, -1, 2.5, "0.9"):
         with pytest.raises(ConfigError, match="ema"):
             Accelerator(cpu=True, ema=wrong)

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from farflung import Accelerator
+from farflung.base.errors import ConfigError
 from farflung.base.events import EVENTS
 from farflung.hosts.rounds import RoundFigures, RoundOutputs, record_rounds
 from farflung.methods.arguments import OuterConfig
@@ -39,6 +40,25 @@ def test_a_line_a_round_or_none_on_rank_0_alone(report, rank, lines, capsys):
     if lines:
         assert said[0].startswith("farflung: round 1, step 2: loss 0.25, 0 B sent, "), said
         assert said[0].endswith("% of the time waiting")
+
+
+@pytest.mark.parametrize(("report", "lines"), [("round", 3), (None, 0), ("off", 0)])
+def test_a_block_prints_the_lines_that_its_settings_ask_for(report, lines, capsys):
+    accelerator, model = Accelerator(cpu=True), nn.Linear(3, 1)
+    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), 0.1))
+    with accelerator.outer(model, OuterConfig("local_sgd", every=2, report=report)):
+        for _ in range(6):
+            accelerator.backward(model(torch.ones(2, 3)).mean())
+            optimizer.step()
+            optimizer.zero_grad()
+    said = [line for line in capsys.readouterr().err.splitlines() if line.startswith("farflung: round")]
+    assert len(said) == lines
+    assert all(": loss " in line for line in said)
+
+
+def test_a_plain_loop_which_prints_no_lines_says_so():
+    with pytest.raises(ConfigError, match=r"report is 'round', but a plain OuterLoop prints no lines\. .*listeners"):
+        OuterLoop(nn.Linear(3, 3), OuterConfig("local_sgd", every=2, report="round"))
 
 
 def test_a_line_has_the_share_that_the_end_of_the_run_has(capsys):

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 
 from farflung.accelerator import lazy
+from farflung.accelerator.settings import resolve_ema
 from farflung.base.errors import ConfigError
 from farflung.base.forward import Forward
 from farflung.config import environ
@@ -45,6 +46,7 @@ class OuterController:
 
     def __init__(self, config: OuterConfig | None, run: Run, ema: tuple[float, int] | None = None) -> None:
         self._config = config
+        self._ema: tuple[float | None, int] = ema or (None, 1)
         self._averages = None if ema is None else lazy.ema.EMA(*ema, run)
         self._run = run
         self.attached: list[AttachedLoop] = []
@@ -55,10 +57,14 @@ class OuterController:
             return
         self._recipe = lazy.arguments.recipe_of(config, self.replicas_here)
         leave_note(OUTER_ASKED)
-        self._outputs = RoundOutputs(config, run.world.rank, run.world.place.member)
-        run.loop.keeps_loss |= self._outputs.reports
+        self._outputs = self._outputs_of(config)
         run.loop.observe(self)
         atexit.register(_at_exit, weakref.ref(self))
+
+    def _outputs_of(self, config: OuterConfig) -> RoundOutputs:
+        outputs = RoundOutputs(config, self._run.world.rank, self._run.world.place.member)
+        self._run.loop.keeps_loss |= outputs.reports
+        return outputs
 
     @property
     def replicas_here(self) -> int:
@@ -104,9 +110,13 @@ class OuterController:
             )
 
     def outer(
-        self, model: nn.Module, recipe: Recipe, each_step: bool
+        self, model: nn.Module, recipe: Recipe | OuterConfig | str, each_step: bool
     ) -> AbstractContextManager[OuterLoop, bool | None]:
         """Return a context manager around an outer loop over `model`; see `OuterMethods.outer`."""
+        chosen, outputs = lazy.arguments.chosen_recipe(recipe, self.replicas_here), None
+        if isinstance(recipe, lazy.arguments.OuterConfig) and recipe.report is not None:
+            outputs = self._outputs_of(recipe)
+        resolve_ema(*self._ema, True)
         model = self._run.resolve(model)
         if self.has(model):
             raise ConfigError(
@@ -116,11 +126,15 @@ class OuterController:
         lazy.outer.driving(model, self._run.optimizers)
         if self._run.world.place.member is not None:
             self._refuse_second()
-        return self._attached(model, recipe, each_step)
+        return self._attached(model, chosen, each_step, outputs)
 
     @contextmanager
-    def _attached(self, model: nn.Module, recipe: Recipe, each_step: bool) -> Iterator[OuterLoop]:
+    def _attached(
+        self, model: nn.Module, recipe: Recipe, each_step: bool, outputs: RoundOutputs | None
+    ) -> Iterator[OuterLoop]:
         attached = self._open([model], recipe, each_step)
+        if outputs is not None:
+            outputs.listen(attached.loop, len(self.attached) - 1, attached.loss)
         try:
             yield attached.loop
         except BaseException as error:
@@ -284,9 +298,7 @@ class OuterMethods:
             ConfigError: no optimizer has parameters of the model, or the model already has an outer loop.
         """
         lazy.arguments.check_model(model)
-        return self._controller.outer(
-            model, lazy.arguments.chosen_recipe(recipe, self._controller.replicas_here), each_step=True
-        )
+        return self._controller.outer(model, recipe, each_step=True)
 
     outer_loops = Forward["list[OuterLoop]"](
         "_controller.live", "The outer loops that are open, in the order of their opening."

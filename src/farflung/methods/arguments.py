@@ -60,7 +60,8 @@ class OuterConfig(OuterSettings):
         steps: optimizer steps of the whole run, if known: fewer than one round are refused, and fewer than ten rounds
             get a warning.
         report: when the main process prints a line about the rounds on stderr: `round` (after each), a number of
-            seconds, or `off`; `auto`, the default, is every 5 seconds on a terminal, else each round.
+            seconds, or `off`; `auto` is every 5 seconds on a terminal, else each round. It is the default of
+            `Accelerator(outer=)`; for `accelerator.outer` that is `off`, and a plain `OuterLoop` prints none.
 
     An option can be read as an attribute, `config.every`; it is None if it is left to the recipe.
 

@@ -26,7 +26,7 @@ from farflung.base.words import counted, numbered
 from farflung.comm.group import Group, SoloGroup
 from farflung.comm.shards import is_partial, is_sharded, meshes, num_parts, sharded_parts
 from farflung.comm.torch_group import TorchGroup, mesh_along
-from farflung.methods.arguments import check_model
+from farflung.methods.arguments import OuterConfig, check_model
 from farflung.methods.recipe import Recipe
 from farflung.outer.membership import Membership
 
@@ -64,6 +64,16 @@ def check_arguments(
     if bucket_bytes is not None:
         check_whole("bucket_bytes", bucket_bytes, least=1)
     check_callable("clock", clock, "time.perf_counter")
+
+
+def check_report(recipe: object) -> None:
+    """Raise ConfigError for settings that ask for lines about the rounds, which a plain loop doesn't print."""
+    if isinstance(recipe, OuterConfig) and recipe.report not in (None, "off"):
+        raise ConfigError(
+            f"is {recipe.report!r}, but a plain OuterLoop prints no lines. Leave it out: `loop.stats()` has the "
+            "figures, and a function in `loop.listeners` is called with each round.",
+            "report",
+        )
 
 
 def groups_of(mesh: object, outer: object, is_alone: bool) -> tuple[Group, Group | None]:

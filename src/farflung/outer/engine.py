@@ -34,7 +34,14 @@ from farflung.methods.arguments import OuterConfig, chosen_recipe
 from farflung.methods.inner import hooks_of
 from farflung.methods.recipe import Recipe, unfit
 from farflung.methods.schedule import Change, Launch, Schedule
-from farflung.outer.checks import check_arguments, check_attached, checked_items, default_bucket_bytes, groups_of
+from farflung.outer.checks import (
+    check_arguments,
+    check_attached,
+    check_report,
+    checked_items,
+    default_bucket_bytes,
+    groups_of,
+)
 from farflung.outer.chooser import Chooser
 from farflung.outer.gradients import GradientWarmup, kept_local
 from farflung.outer.membership import Leaving, Membership, fixed_membership
@@ -122,6 +129,7 @@ class OuterLoop:
         if mesh is not None or outer is not None:
             group, island = groups_of(mesh, outer, is_alone=group is None and island is None and membership is None)
         check_arguments(model, group, inner, island, membership, bucket_bytes, clock)
+        check_report(recipe)
         recipe = chosen_recipe(recipe)
         cap_bytes = bucket_bytes or recipe.bucket_bytes or default_bucket_bytes(model)
         on_cpu = all(parameter.is_cpu for parameter in model.parameters())
