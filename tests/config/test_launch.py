@@ -164,9 +164,7 @@ def test_ranks_are_told_what_was_set_and_nothing_that_was_left_open():
     expected = {"ACCELERATE_MIXED_PRECISION": "bf16", "ACCELERATE_GRADIENT_ACCUMULATION_STEPS": "4"}
     expected |= {"ACCELERATE_GRADIENT_CLIPPING": "1.0", "OMP_NUM_THREADS": "2", "CUDA_VISIBLE_DEVICES": "1,3"}
     assert expected.items() <= told.items()
-    outer = {"outer_recipe": "diloco", "quiet": True}
-    assert rank_variables(LaunchSettings.of(outer))["FARFLUNG_OUTER_REPORT"] == "off"
-    assert rank_variables(LaunchSettings.of({**outer, "outer_report": "round"}))["FARFLUNG_OUTER_REPORT"] == "round"
+    assert rank_variables(LaunchSettings(quiet=True))["FARFLUNG_QUIET"] == "true"
 
 
 FSDP = "use_fsdp: true\nnum_processes: 2\nfsdp_config:\n  fsdp_min_num_params: 5\n  fsdp_state_dict_type: odd\n"

@@ -42,6 +42,14 @@ def test_a_line_a_round_or_none_on_rank_0_alone(report, rank, lines, capsys):
         assert said[0].endswith("% of the time waiting")
 
 
+def test_a_quiet_launcher_has_no_lines_that_nobody_has_asked_for(monkeypatch, capsys):
+    """Also of a loop that the script asks for, of which the launcher knows nothing."""
+    monkeypatch.setenv("FARFLUNG_QUIET", "true")
+    for report, lines in ((None, 0), ("round", 3)):
+        rounds(3, report=report, rank=0, number=0, loss=0.25)
+        assert len(capsys.readouterr().err.splitlines()) == lines
+
+
 @pytest.mark.parametrize(("report", "lines"), [("round", 3), (None, 0), ("off", 0)])
 def test_a_block_prints_the_lines_that_its_settings_ask_for(report, lines, capsys):
     accelerator, model = Accelerator(cpu=True), nn.Linear(3, 1)

@@ -162,6 +162,16 @@ def test_reports_that_nobody_reads_any_more_end_no_work_and_the_folder_has_them(
     assert json.loads((tmp_path / "events.jsonl").read_text())["message"] == "words"
 
 
+def test_a_quiet_launcher_reports_to_the_one_above_it_nevertheless(monkeypatch):
+    reader, writer = os.pipe()
+    monkeypatch.setenv(environ.REPORTS, str(writer))
+    with showing(Screen(LaunchSettings(json=True, quiet=True))):
+        record(Kind.ENDED, code=0)
+    os.close(writer)
+    with os.fdopen(reader) as reports:
+        assert json.loads(reports.read())["event"] == "ended"
+
+
 def test_a_folder_that_is_gone_ends_no_work(tmp_path, capsys):
     with showing(RunFolder(tmp_path / "gone"), Screen(LaunchSettings())):
         record(Kind.NOTE, message="words")

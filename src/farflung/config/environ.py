@@ -24,6 +24,7 @@ TRUE_WORDS = ("1", "true", "yes", "on", "y", "t")
 FALSE_WORDS = ("0", "false", "no", "off", "n", "f", "")
 SHOWS_ATTEMPTS = "FARFLUNG_SHOWS_ATTEMPTS"  # if the launcher shows how each attempt failed, and not the last alone
 REPORTS = "FARFLUNG_REPORTS"  # the file descriptor to which a launcher under a tether reports, by its number
+QUIET = "FARFLUNG_QUIET"  # of the setting `quiet`: ranks print no lines about rounds unless a setting asks for them
 LAUNCHER = "FARFLUNG_LAUNCHER"  # the process that a rank must not outlive, by its number
 RUN_FOLDER = "FARFLUNG_RUN_FOLDER"  # where ranks write of their run
 RUN_ATTEMPT = "FARFLUNG_RUN_ATTEMPT"  # which one it is in that folder, by its number

@@ -492,8 +492,8 @@ def rank_variables(settings: LaunchSettings) -> dict[str, str]:
     variables = {entry.told_as: entry.text(value) for entry, value in values if entry.told_as and value is not None}
     if settings.use_fsdp:
         variables.setdefault("FSDP_VERSION", "2")  # Accelerate, in a script of its, would take version 1
-    if settings.quiet and settings.outer_recipe:
-        variables.setdefault(f"{_PREFIX}OUTER_REPORT", "off")
+    if settings.quiet:
+        variables[environ.QUIET] = "true"
     if settings.gpu_list:
         variables["CUDA_VISIBLE_DEVICES"] = ",".join(settings.gpu_list)
     return variables

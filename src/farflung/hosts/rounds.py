@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from farflung.base.events import tell
 from farflung.base.words import in_bytes
+from farflung.config import environ
 from farflung.process.failure import OUTER_ATTACHED, OUTER_ROUND, leave_note
 from farflung.process.run_files import ROUNDS, Metrics, add_lines, keep_events, note_model, run_folder, who
 
@@ -40,7 +41,8 @@ class RoundOutputs:
 
     def __init__(self, settings: OuterSettings, rank: int, member: int | None = None) -> None:
         self._member = member
-        self._interval = None if rank else settings.report_seconds(sys.stderr.isatty())
+        is_quiet = settings.report is None and environ.flag(environ.QUIET)
+        self._interval = None if rank or is_quiet else settings.report_seconds(sys.stderr.isatty())
 
     @property
     def reports(self) -> bool:

@@ -31,9 +31,9 @@ class Screen(Sink):
     """Stderr: words or, with `--json`, JSON, which has `message`, the words, besides; with `--quiet` errors alone."""
 
     def __init__(self, settings: LaunchSettings) -> None:
-        super().__init__(logging.ERROR if settings.quiet else logging.INFO)
         self.is_json = settings.json
         self._reports = environ.integer(environ.REPORTS)  # of the tether above this launcher; not for the ranks
+        super().__init__(logging.ERROR if settings.quiet and self._reports is None else logging.INFO)
         environ.remove(environ.REPORTS)
 
     def show(self, event: Event) -> None:

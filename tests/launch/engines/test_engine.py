@@ -48,12 +48,19 @@ def test_a_launcher_that_an_engine_starts_has_the_same_settings_and_reads_no_fil
     (home / "farflung.yaml").write_text("engine: slurm\nuse_cpu: true\nhang_timeout_s: 3\n")
     (home / "train.py").touch()
     settings = {"engine": "ray", "num_processes": 2, "outer_recipe": "diloco", "outer_options": {"every": 8}}
-    words = job(home / "run", **settings, use_cpu=True).command()
+    words = job(home / "run", **settings, use_cpu=True, quiet=True).command()
     script = ("train.py", "--lr", "0.1")
     assert words[-len(script) :] == script
     assert call_farflung(*words[: -len(script)], "--dry-run", *script) == 0
     shown = capsys.readouterr().out
-    for line in ("engine: local", "num_processes: 2", "use_cpu: true", "outer_recipe: diloco", "outer_every: 8"):
+    for line in (
+        "engine: local",
+        "num_processes: 2",
+        "use_cpu: true",
+        "outer_recipe: diloco",
+        "outer_every: 8",
+        "quiet: true",
+    ):
         assert f"  {line} " in shown
     assert "hang_timeout_s" not in shown
     assert "train.py --lr 0.1" in shown

@@ -23,7 +23,7 @@ from farflung.launch.folder import SUBMITTED
 from farflung.launch.plan import num_replicas
 from farflung.launch.shell import start_of
 
-_NOT_INNER = ("engine", "hosts", "sync", "engine_options", "dry_run", "config_file", "run_dir", "quiet")
+_NOT_INNER = ("engine", "hosts", "sync", "engine_options", "dry_run", "config_file", "run_dir")
 _TO_FIND = ("engine", "hosts", "engine_options", "elastic", "replicas", "meet", "json")  # a job that was submitted
 # What `follow`, `scale` and `cancel` need of a handle, by engine.
 _HANDLES: Mapping[str, Mapping[str, type]] = {
