@@ -167,6 +167,13 @@ def test_ranks_are_told_what_was_set_and_nothing_that_was_left_open():
     assert rank_variables(LaunchSettings(quiet=True))["FARFLUNG_QUIET"] == "true"
 
 
+def test_replicas_under_slurm_meet_in_the_folder_of_the_run_so_states_are_kept_there():
+    kept = LaunchSettings(engine="slurm", elastic="2:16", state_every=2, heartbeat_s=5.0)
+    assert (kept.state_every, kept.heartbeat_s) == (2, 5.0)
+    with pytest.raises(ConfigError, match="which needs --meet in a folder or a bucket"):
+        LaunchSettings(engine="ray", elastic="2:16", state_every=2)
+
+
 FSDP = "use_fsdp: true\nnum_processes: 2\nfsdp_config:\n  fsdp_min_num_params: 5\n  fsdp_state_dict_type: odd\n"
 
 

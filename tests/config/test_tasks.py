@@ -211,6 +211,7 @@ def test_elastic_tasks_are_one_run_that_the_first_one_serves(home):
 
     assert of(SLURM | {"SLURM_PROCID": "0"}) == ("6:8", None, "node007", 29500, 2)
     assert of(SLURM) == (None, "node007:29500", None, None, 2)
+    assert of(SLURM, grace_s="9") == of(SLURM)  # which counts on the first one
     assert of(ENDPOINT | {"PET_NODE_RANK": "3"}) == (None, "[fe00::1]:7000", None, None, 1)
     assert of(SLURM, replicas="3", main_process_port="7000") == (None, "node007:7000", None, None, 3)
     assert of(SLURM | {"SLURM_STEP_NUM_NODES": "1"}) == of(SLURM)  # several launchers of replicas fit on a machine

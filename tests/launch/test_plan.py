@@ -124,6 +124,7 @@ def test_one_process_needs_no_agent_unless_it_is_watched(script):
 def test_a_replica_is_a_run_of_its_own_and_has_a_launcher_if_it_has_ranks_or_files(monkeypatch):
     monkeypatch.setattr(plans, "usable_cores", lambda: 9)
     at_meet = {"elastic": "1:2", "replicas": 2, "heartbeat_s": 1.0, "state_every": 5, "key_file": "k", "meet": "s3://x"}
+    at_meet["grace_s"] = 7.0
     own = {"use_cpu": True, "ranks_per_replica": 2, "max_restarts": 2, "run_dir": "run"}
     at_port = {"elastic": "1:2", "main_process_ip": "a", "main_process_port": 7}
     for shared in (at_meet, at_port, {"join": "a:1"}):

@@ -206,6 +206,8 @@ WRONG = [
     # settings that exclude each other
     ("launch --elastic 1:2 --replicas 0 train.py", "1 or more"),
     ("launch --elastic 1:2 --grace_s 0 train.py", "above 0"),
+    ("launch --cpu --grace_s 5 train.py", "grace_s is 5, which needs --elastic"),
+    ("launch --join a:1 --grace_s 5 train.py", "grace_s is 5, which needs --elastic"),
     ("launch --elastic 1:2 --join a:1 train.py", "has its bounds already"),
     ("launch --elastic 1:2 --save_on_signal saved train.py", "Replicas sign out on SIGTERM and SIGUSR1"),
     ("launch --join a:1 --save_on_signal saved train.py", "--save_on_signal and --join are both given"),
@@ -215,6 +217,9 @@ WRONG = [
     ("launch --meet file://run --elastic 1:2 train.py", "'file://run'; use file:///shared/run7 with the whole path"),
     (f"{FOLDER} --heartbeat_s 0 train.py", "heartbeat_s is 0.0; it must be a finite number above 0"),
     ("launch --elastic 1:2 --heartbeat_s 1 train.py", "heartbeat_s is 1, which needs --meet"),
+    (f"{FOLDER} --state_every 1 train.py", "state_every is 1; it must be a whole number", "2 or more"),
+    ("launch --elastic 1:2 --state_every 4 train.py", "state_every is 4, which needs --meet in a folder or a bucket"),
+    ("launch --elastic 1:2 --meet tcp://a:1 --state_every 4 train.py", "which needs --meet in a folder or a bucket"),
     (f"{FOLDER} --main_process_port 29500 train.py", "excludes main_process_ip and"),
 ]
 # What stands behind `farflung launch --cpu`, before the folder of the run and the script.
@@ -239,6 +244,7 @@ OF_ENGINES = [
     ("--engine slurm --engine-options signal=60", "only a run with --save_on_signal or --elastic"),
     (f"{SLURM} --num_machines 2 --machine_rank 1", "machine_rank is 1, but Slurm chooses the nodes", "Leave it out"),
     (f"{SLURM} --elastic 2:4 --main_process_ip node0", "main_process_ip is node0", "--meet says where replicas meet"),
+    (f"{SLURM} --state_every 4", "state_every is 4, which needs --meet in a folder or a bucket"),
     ("--engine slurm --run-dir a%j", "takes % in names of output files for patterns of its own. Name a folder without"),
     # Ray
     ("--engine ray --engine-options cpus=two", "cpus=two; use a whole number"),

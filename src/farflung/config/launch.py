@@ -34,10 +34,10 @@ _RENDEZVOUS_NUMBERS = (
 _RENDEZVOUS_KEYS = (*_RENDEZVOUS_NUMBERS, "is_host", "store_type")
 _FROM_1 = (
     *("num_processes", "num_machines", "gradient_accumulation_steps", "num_cpu_threads_per_process", "replicas"),
-    *("ranks_per_replica", "state_every"),
-    *(f"{GRID}{axis}_size" for axis in ("dp_replicate", "dp_shard", "tp", "cp", "sp")),
+    *("ranks_per_replica", *(f"{GRID}{axis}_size" for axis in ("dp_replicate", "dp_shard", "tp", "cp", "sp"))),
 )
-_LEAST = dict.fromkeys(_FROM_1, 1) | dict.fromkeys(("machine_rank", "max_restarts", "main_process_port"), 0)
+_FROM_0 = ("machine_rank", "max_restarts", "main_process_port")
+_LEAST = dict.fromkeys(_FROM_0, 0) | dict.fromkeys(_FROM_1, 1) | {"state_every": 2}
 _GPU = re.compile(r"\d+|(GPU|MIG)-[\w/-]+")  # what CUDA_VISIBLE_DEVICES takes
 
 
@@ -318,10 +318,11 @@ class LaunchSettings(LayoutSettings, EngineSettings):
             )
         if self.meet is not None and (self.main_process_ip or self.main_process_port):
             raise ConfigError("excludes main_process_ip and main_process_port: it says where replicas meet.", "meet")
-        if self.state_every is not None and self.meet is None:
-            raise ConfigError(f"is {self.state_every}, but without --meet no state is kept.", "state_every")
-        if self.heartbeat_s is not None and self.meet is None:
-            raise ConfigError(f"is {self.heartbeat_s:g}, which needs --meet.", "heartbeat_s")
+        meet = self.meet or (self.engine == "slurm" and self.elastic and "file:") or ""  # in the run's folder
+        kept = ("state_every", "--meet in a folder or a bucket", meet and not meet.startswith("tcp:"))
+        for name, flag, has in (kept, ("heartbeat_s", "--meet", meet), ("grace_s", "--elastic", self.elastic)):
+            if (value := getattr(self, name)) is not None and not has:
+                raise ConfigError(f"is {value:g}, which needs {flag}.", name)
         if self.elastic is None and self.join is None:
             for name, default in (("replicas", None), ("ranks_per_replica", 1), ("key_file", None)):
                 if getattr(self, name) != default:

@@ -232,7 +232,7 @@ def _take_replicas(settings: dict[str, Stated], task: Task) -> None:
         settings["main_process_port"] = replace(settings["main_process_port"], value=port)
     else:
         settings["join"] = replace(rank, value=f"[{host}]:{port}" if ":" in host else f"{host}:{port}")
-        for name in ("elastic", "main_process_ip", "main_process_port"):
+        for name in ("elastic", "grace_s", "main_process_ip", "main_process_port"):
             settings[name] = Stated(None, "default")
 
 

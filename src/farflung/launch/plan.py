@@ -154,8 +154,8 @@ def num_replicas(settings: LaunchSettings) -> int:
 
 def one_replica(settings: LaunchSettings) -> LaunchSettings:
     """Return the settings of one replica that comes and goes: a run of its own, without those that replicas share."""
-    shared = ("elastic", "replicas", "join", "meet", "heartbeat_s", "state_every", "key_file", "main_process_ip")
-    left_out: dict[str, Any] = dict.fromkeys((*shared, "main_process_port", "max_restarts"))
+    shared = ("elastic", "replicas", "join", "meet", "grace_s", "heartbeat_s", "state_every", "key_file")
+    left_out: dict[str, Any] = dict.fromkeys((*shared, "main_process_ip", "main_process_port", "max_restarts"))
     size, threads = settings.ranks_per_replica, settings.num_cpu_threads_per_process
     if threads is None and num_replicas(settings) > 1:
         threads = threads_of_each(num_replicas(settings) * size)
