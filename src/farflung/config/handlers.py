@@ -150,7 +150,7 @@ class WatchdogKwargs(CheckedKwargs):
         timeout_s: how long a rank may wait in a collective that another one has not entered. Then those that wait raise
             an error that names the late ranks and shows what they are doing. Without this handler the environment
             variable `FARFLUNG_HANG_TIMEOUT_S` counts, which `farflung launch` sets (`--hang_timeout_s`, by default
-            600); without both there is no watchdog.
+            600); without both it is the time-out of torch's group, 30 minutes by default.
     """
 
     timeout_s: float = field(default=300.0, metadata={"above": 0})

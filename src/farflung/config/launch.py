@@ -154,7 +154,7 @@ class LaunchSettings(LayoutSettings, EngineSettings):
     ranks_per_replica: int = setting(1, "Processes that train one replica together, with --elastic or --join.")
     grace_s: float | None = setting(
         None,
-        "Seconds that replicas wait for a late one, with --elastic. [30, in a bucket 60, or twice the time of a round]",
+        "Seconds to wait for a late replica, with --elastic. [30, in a bucket 60, at hf:// 120; two rounds if longer]",
     )
     join: str | None = setting(
         None, "Start replicas that join a run: host:port, as its first launcher has printed it.", in_file=False
@@ -166,7 +166,7 @@ class LaunchSettings(LayoutSettings, EngineSettings):
         "same line, in any order. [the first launcher serves the run]",
     )
     heartbeat_s: float | None = setting(
-        None, "Heartbeat interval of a launcher in seconds, with --meet. [1 in a folder, 10 in a bucket]"
+        None, "Heartbeat interval of a launcher in seconds, with --meet. [1 in a folder, 10 in a bucket, 20 at hf://]"
     )
     state_every: int | None = setting(
         None,
