@@ -22,6 +22,7 @@ import torch.distributed as dist
 
 from farflung.address.board import Board
 from farflung.address.keyed_store import KeyedServer, KeyedStore
+from farflung.address.objects import PATIENCE_S
 from farflung.address.run_record import KeyMismatch
 from farflung.address.seal import Seal
 from farflung.address.transport import Entered, Watch
@@ -39,7 +40,6 @@ if TYPE_CHECKING:
 _T = TypeVar("_T")
 
 ANSWER_S = 5.0  # for one request, or one attempt to connect; on two busy cores an answer takes up to 0.1 s
-PATIENCE_S = 60.0
 _PAUSE_S = 0.2  # between two attempts to connect that fail at once
 _NOTHING = b"\0nothing"  # no value of a key
 _MOST_UNANSWERED = 64

@@ -34,7 +34,7 @@ _T = TypeVar("_T")
 _Item = TypeVar("_Item")
 Act: TypeAlias = Literal["write", "create", "read", "list", "delete"]
 
-PATIENCE_S = 60.0
+PATIENCE_S = 60.0  # how long a request waits for an answer
 _FIRST_PAUSE_S, _PAUSES = 0.2, 12  # before a failed request is retried; retries within the patience, at least
 _BLOCK = 2**20  # bytes of a file that are read at a time
 _NAME = 200  # characters of one part of a name, which may be a file's

@@ -11,10 +11,10 @@ from importlib import import_module
 from types import ModuleType
 from urllib.parse import unquote
 
-from farflung.address.c10d_transport import PATIENCE_S, C10dTransport
+from farflung.address.c10d_transport import C10dTransport
 from farflung.address.folder import FolderTransport, folder_at
 from farflung.address.object_group import ObjectTransport
-from farflung.address.objects import ObjectBoard
+from farflung.address.objects import PATIENCE_S, ObjectBoard
 from farflung.address.seal import PART, Seal
 from farflung.address.transport import Transport
 from farflung.base.errors import ConfigError

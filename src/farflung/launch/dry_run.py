@@ -8,7 +8,7 @@ import shlex
 from farflung.base.words import counted, listed
 from farflung.config import environ
 from farflung.config.resolve import Resolved
-from farflung.launch.plan import Plan, lone_environment
+from farflung.launch.plan import Plan, lone_environment, num_replicas
 from farflung.launch.shell import shell_line
 
 
@@ -18,7 +18,7 @@ def described(resolved: Resolved, plan: Plan) -> str:
     lines = ["nothing is started (--dry-run)", f"command: {shell_line([*map(str, plan.command)])}"]
     is_elastic = settings.elastic is not None or settings.join is not None
     if is_elastic:
-        count = counted(settings.replicas or settings.bounds[0], "replica")
+        count = counted(num_replicas(settings), "replica")
         where = settings.join or settings.meet or "a port of this machine"
         lines.append(f"replicas: {count} on this machine, which meet at {where}; each is a world of its own")
     lines += [_ranks(plan)] if is_elastic and plan.alone else [_ranks(plan), _meeting(plan)]
