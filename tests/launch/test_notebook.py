@@ -57,6 +57,10 @@ def train(name, fail=False):
     dist.destroy_process_group()
     return lambda: "not picklable"
 
+# As with GPUs and a driver that looks at them, whose count would make it unusable in forks.
+counted = []
+torch.cuda._is_compiled, torch.cuda._device_count_nvml = (lambda: True), (lambda: 0)
+torch._C._cuda_getDeviceCount = lambda: counted.append(1) or 0
 handler = signal.getsignal(signal.SIGTERM)
 torch.randn(64, 64) @ torch.randn(64, 64)
 debug_launcher(train, ("$$debug",))
@@ -69,6 +73,7 @@ except torch.multiprocessing.ProcessRaisedException as error:  # as with Acceler
         json.dump(str(error), file)
 assert signal.getsignal(signal.SIGTERM) is handler
 assert environ.text("ACCELERATE_USE_CPU") is None
+assert not counted
 """
 
 

@@ -133,6 +133,7 @@ def run_agent(plan: Plan, settings: LaunchSettings, line_prefix: str | None = No
         return Outcome(notes=_notes(logs))
 
 
+@environ.patched({"PYTORCH_NVML_BASED_CUDA_CHECK": "1"})  # or torch initializes CUDA, and forks can't use it any more
 def _agent_settings(
     plan: Plan, settings: LaunchSettings, line_prefix: str | None, log_dir: Path, logs: _RunLogs
 ) -> Any:
