@@ -53,6 +53,13 @@ class Differences(TrainerCallback):
         return (one - other).abs().max().item()
 
 
+class Late(TrainerCallback):
+    """Asks for a checkpoint after step 5: after the outer loop's callback."""
+
+    def on_step_end(self, args, state, control, **_) -> None:
+        control.should_save |= state.global_step == 5
+
+
 def weights(trainer: Trainer) -> torch.Tensor:
     return torch.cat([parameter.detach().flatten() for parameter in trainer.model.parameters()])
 
@@ -72,6 +79,7 @@ def made(folder: Path, **settings: object) -> tuple[Trainer, Differences, OuterC
         return trainer, differences, None
     callback = OuterCallback(trainer, "diloco", every=3)
     trainer.add_callback(callback)
+    trainer.add_callback(Late())
     return trainer, differences, callback
 
 
@@ -106,7 +114,7 @@ def main(folder: Path) -> None:
     seen = {"after_steps": differences.after_steps, "evaluated": differences.evaluated, "end": differences.measure()}
     seen["logged"] = logged(trainer)
     if callback is not None:
-        saved = load_file(folder / "checkpoint-4" / "model.safetensors")
+        saved, late = (load_file(folder / f"checkpoint-{step}" / "model.safetensors") for step in (4, 5))
         resumed, *_ = made(folder)
         resumed.train(resume_from_checkpoint=str(folder / "checkpoint-4"))
         best, at_end, _ = made(folder / "best", load_best_model_at_end=True)
@@ -114,7 +122,7 @@ def main(folder: Path) -> None:
         chosen = load_file(Path(best.state.best_model_checkpoint) / "model.safetensors")
         seen |= {
             "rounds": callback.loop.stats().rounds,
-            "saved": {name: value.sum().item() for name, value in saved.items()},
+            "late_alike": all(torch.equal(value, late[name]) for name, value in saved.items()),
             "resumed": logged(resumed),
             "resumed_alike": torch.equal(weights(trainer), weights(resumed)),
             "best_alike": all(

@@ -12,6 +12,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from farflung.base.errors import ConfigError
+from farflung.comm.group import SoloGroup
 from farflung.outer import OuterLoop
 from farflung.testing.patience import patience
 from farflung.testing.sim import run_replicas
@@ -60,6 +62,10 @@ def test_a_training_resumed_in_mid_round_is_the_training(seen):
     assert seen["callback"]["resumed_alike"]
 
 
+def test_what_a_later_callback_asks_to_save_are_agreed_weights(seen):
+    assert seen["callback"]["late_alike"]
+
+
 def test_the_best_weights_are_left_as_they_were_saved(seen):
     assert (seen["callback"]["best_alike"], seen["callback"]["best_apart"]) == (True, 0)
 
@@ -96,10 +102,23 @@ class Stub:
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1, momentum=0.9)
         self.num_processes, self.process_index = group.size, group.rank
         self.folder = Path()
+        self.args = SimpleNamespace(save_only_model=False, resume_from_checkpoint=None, load_best_model_at_end=False)
+        self.state = SimpleNamespace(global_step=0, max_steps=60, best_model_checkpoint=None)
+        self.control = SimpleNamespace(should_training_stop=False, should_save=False)
 
     def _get_output_dir(self, trial):
         assert trial is None
         return str(self.folder)
+
+    def evaluate(self):
+        return self.weights()
+
+    def _save_checkpoint(self, model, trial):
+        self.saved = self.weights()
+        if self.group.rank == 0:
+            (self.folder / f"checkpoint-{self.state.global_step}").mkdir()
+            torch.save(model.state_dict(), self.folder / "model.pt")
+        self.group.barrier()
 
     def outer(self, model, recipe):
         return OuterLoop(model, recipe, self.group, inner=self.optimizer).attach(self.optimizer)
@@ -114,57 +133,89 @@ class Stub:
         return self.model.weight.flatten().tolist()
 
 
-def begun(group, folder, global_step, resumes):
+def begun(group, folder, global_step=0):
+    """A Trainer and its callback, once training has begun at a step; and what calls an event of the callback."""
     trainer = Stub(group)
-    trainer.folder = folder
+    trainer.folder, trainer.state.global_step = folder, global_step
     callback = OuterCallback(trainer, "diloco", every=3)
-    if resumes:  # as the Trainer does before
+    if global_step:  # as the Trainer does before
         trainer.model.load_state_dict(torch.load(folder / "model.pt"))
-    args = SimpleNamespace(save_only_model=False, resume_from_checkpoint=None, load_best_model_at_end=False)
-    state = SimpleNamespace(global_step=global_step, max_steps=60)
-    callback.on_train_begin(args, state, None)
-    return trainer, callback, args, state
+
+    def call(event):
+        getattr(callback, event)(trainer.args, trainer.state, trainer.control)
+
+    call("on_train_begin")
+    return trainer, callback, call
 
 
 def saved(group, folder):
-    trainer, callback, args, state = begun(group, folder, 0, False)
+    trainer, _, call = begun(group, folder)
     trainer.train(4)
-    state.global_step, own = 4, trainer.weights()
-    saves = SimpleNamespace(should_training_stop=False, should_evaluate=False, should_save=True)
-    callback.on_step_end(args, state, saves)
-    if group.rank == 0:
-        (folder / "checkpoint-4").mkdir()
-        torch.save(trainer.model.state_dict(), folder / "model.pt")
-    group.barrier()
-    callback.on_save(args, state, saves)
-    callback.on_train_end(args, state, None)
+    trainer.state.global_step, own = 4, trainer.weights()
+    trainer._save_checkpoint(trainer.model, None)
+    assert trainer.weights() == own
+    call("on_train_end")
     return own
 
 
 def resumed(group, folder):
-    trainer, callback, args, state = begun(group, folder, 4, True)
+    trainer, _, call = begun(group, folder, 4)
     own = trainer.weights()
     trainer.train(3)
-    callback.on_train_end(args, state, None)
+    call("on_train_end")
     return own, trainer.weights()
+
+
+def asked(group, folder):
+    """Evaluate and save in the middle of a round, as any callback may; return the agreed weights and this rank's."""
+    trainer, callback, call = begun(group, folder)
+    trainer.train(4)
+    own = trainer.weights()
+    with callback.loop.synced():
+        agreed = trainer.weights()
+    assert (trainer.evaluate(), trainer.weights()) == (agreed, own)
+    trainer.control.should_save = True
+    assert trainer.evaluate() == agreed
+    trainer._save_checkpoint(trainer.model, None)
+    assert (trainer.saved, trainer.weights()) == (agreed, agreed)  # in callbacks' `on_save` too
+    call("on_step_begin")
+    assert trainer.weights() == own
+    call("on_train_end")
+    assert trainer.evaluate() == trainer.weights()
+    return agreed, own
 
 
 def ended(group, folder, best):
     """Train until the Trainer stops, evaluates and saves; return the weights that it evaluates and those at the end."""
-    trainer, callback, args, state = begun(group, folder, 0, False)
-    args.load_best_model_at_end, state.best_model_checkpoint = best, "checkpoint-2"
+    trainer, callback, call = begun(group, folder)
+    trainer.args.load_best_model_at_end, trainer.state.best_model_checkpoint = best, "checkpoint-2"
     trainer.train(6)
-    stops = SimpleNamespace(should_training_stop=True, should_evaluate=True, should_save=False)
-    callback.on_step_end(args, state, stops)
-    evaluated = trainer.weights()
+    trainer.control.should_training_stop = trainer.control.should_save = True
+    call("on_step_end")
+    evaluated = trainer.evaluate()
     with callback.loop.synced():
         assert trainer.weights() == evaluated
-    callback.on_epoch_end(args, state, stops)
-    assert trainer.weights() == evaluated
+    call("on_epoch_end")
+    assert trainer.evaluate() == evaluated
+    trainer._save_checkpoint(trainer.model, None)
+    assert trainer.saved == evaluated
     if best:
         trainer.model.load_state_dict({name: torch.ones_like(x) for name, x in trainer.model.state_dict().items()})
-    callback.on_train_end(args, state, None)
+    call("on_train_end")
     return evaluated, trainer.weights()
+
+
+def test_an_evaluation_or_a_checkpoint_that_any_callback_asks_for_has_agreed_weights(tmp_path):
+    (agreed, own), (agreed_there, own_there) = run_replicas(asked, 2, tmp_path)
+    assert agreed == agreed_there
+    assert len({*map(tuple, (agreed, own, own_there))}) == 3
+
+
+def test_a_trainer_that_saves_at_sigterm_is_refused():
+    trainer = Stub(SoloGroup())
+    trainer.args.enable_jit_checkpoint = True
+    with pytest.raises(ConfigError, match=r"enable_jit_checkpoint .* TrainingArguments\(save_steps="):
+        OuterCallback(trainer, "diloco")
 
 
 @pytest.mark.law("readout-is-slow-weights")

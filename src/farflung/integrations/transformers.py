@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ from farflung.comm.tensor_memory import host_bytes
 from farflung.config.outer import AUTO
 from farflung.exchanged.states import merge_states
 from farflung.hosts.evaluation import evaluates
+from farflung.hosts.patching import around
 from farflung.methods.arguments import OuterConfig, chosen_recipe
 from farflung.methods.recipe import Recipe
 from farflung.outer.engine import OuterLoop
@@ -44,7 +46,7 @@ class OuterCallback(TrainerCallback):
         loop: the outer loop of the latest training; None before. `loop.stats()` says what it did.
 
     Raises:
-        ConfigError: the Trainer's Accelerator is not Farflung's, or the recipe can't be.
+        ConfigError: the Trainer's Accelerator is not Farflung's, the Trainer saves at SIGTERM, or the recipe can't be.
     """
 
     def __init__(self, trainer: Any, recipe: Recipe | OuterConfig | str, **options: Any) -> None:
@@ -55,11 +57,20 @@ class OuterCallback(TrainerCallback):
                 "OuterCallback: this Trainer's Accelerator is not Farflung's. Call farflung.install_as_accelerate() "
                 "before transformers is imported, or start the script with `farflung launch --as-accelerate`."
             )
+        if getattr(trainer.args, "enable_jit_checkpoint", False):  # which older releases do not have
+            raise ConfigError(
+                "OuterCallback: with enable_jit_checkpoint each rank saves at the step where it receives SIGTERM, and "
+                "replicas that train independently are at different steps. Leave it out, and save regularly: "
+                "TrainingArguments(save_steps=...)."
+            )
         self._trainer = trainer
         self._recipe = OuterConfig(recipe, **options) if isinstance(recipe, str) else recipe
         self._open: ExitStack | None = None
         self._agreed: ExitStack | None = None  # while the model has the agreed weights
         self.loop: OuterLoop | None = None
+        # Whatever asks for them, such as a callback after this one.
+        around(trainer, "evaluate", self._evaluate)
+        around(trainer, "_save_checkpoint", self._save)
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Open the outer loop (a collective), and continue it where a resumed training stands.
@@ -86,42 +97,18 @@ class OuterCallback(TrainerCallback):
         self._take_own()
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Have agreed weights in the model if it is evaluated or saved now."""
+        """Synchronize the replicas if training stops: a collective."""
         if control.should_training_stop:
             self._flush()
-        self._lend(control)
 
     def on_epoch_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Synchronize the replicas: a collective."""
-        self._take_own()
         self._flush()
-        self._lend(control)
 
     def on_log(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Log the figures of the rounds that have ended since the last log: `outer/round` and others."""
         if rounds := self._trainer.accelerator._controller.figures():
             self._trainer.log(rounds)
-
-    def on_evaluate(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Lend the agreed weights for a save that follows, if the optimizer had its own for the evaluation."""
-        if self._open is not None and self._agreed is None and control.should_save:
-            self._enter()
-
-    def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Write this rank's outer loop and optimizer into the Trainer's checkpoint."""
-        agreed = _checksum(self._trainer.model)
-        self._take_own()
-        if args.save_only_model or self.loop is None:
-            return
-        accelerator = self._trainer.accelerator
-        content = {
-            "loop": self.loop.state_dict(),
-            "optimizer": self._trainer.optimizer.state_dict(),
-            "world_size": accelerator.num_processes,
-            "agreed": agreed,
-        }
-        entry = Entry(paths.outer_state(accelerator.process_index), content, origin="the outer loop")
-        entry.write(self._folder(state))
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Close the outer loop: a collective. All ranks have the same weights afterwards."""
@@ -138,12 +125,42 @@ class OuterCallback(TrainerCallback):
         self._open.close()
         self._open = None
 
-    def _lend(self, control: Any) -> None:
+    def _evaluate(self, evaluate: Callable[..., Any], *args: Any, **options: Any) -> Any:
+        """Evaluate the agreed weights; a schedule-free optimizer computes those to evaluate from the trained ones."""
         optimizer = self._trainer.optimizer
-        if control.should_evaluate and evaluates(getattr(optimizer, "optimizer", optimizer)):
-            return  # a schedule-free optimizer computes the weights to evaluate from the trained ones
-        if control.should_evaluate or control.should_save:
+        if self._open is None or self.loop is None or evaluates(getattr(optimizer, "optimizer", optimizer)):
+            return evaluate(*args, **options)
+        is_lent = self._agreed is not None
+        if not is_lent:
             self._enter()
+        try:
+            return evaluate(*args, **options)
+        finally:
+            if not (is_lent or self._trainer.control.should_save):  # else the checkpoint has the same weights
+                self._take_own()
+
+    def _save(self, save: Callable[..., None], *args: Any, **options: Any) -> None:
+        """Save the agreed weights, and write this rank's outer loop and optimizer into the Trainer's checkpoint."""
+        trainer = self._trainer
+        if self._open is None or self.loop is None:
+            return save(*args, **options)
+        if self._agreed is None:
+            self._enter()
+        save(*args, **options)
+        agreed = _checksum(trainer.model)
+        self._take_own()
+        if not trainer.args.save_only_model:
+            content = {
+                "loop": self.loop.state_dict(),
+                "optimizer": trainer.optimizer.state_dict(),
+                "world_size": trainer.accelerator.num_processes,
+                "agreed": agreed,
+            }
+            entry = Entry(paths.outer_state(trainer.accelerator.process_index), content, origin="the outer loop")
+            entry.write(self._folder(trainer.state))
+        if trainer.control.should_save:  # the Trainer calls `on_save` next, in which callbacks save the model too
+            self._enter()
+        return None
 
     def _enter(self) -> None:
         assert self.loop is not None
@@ -157,6 +174,7 @@ class OuterCallback(TrainerCallback):
 
     def _flush(self) -> None:
         assert self.loop is not None
+        self._take_own()
         if not self.loop.is_warming:  # while gradients are averaged the replicas are alike
             self.loop.flush()
 
