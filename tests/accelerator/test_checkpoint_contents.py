@@ -152,6 +152,32 @@ def test_models_keep_their_numbers_where_a_hook_takes_one(tmp_path):
     assert weights(accelerator, models) == wanted
 
 
+@on_ranks(2)
+def test_hooks_are_given_what_prepare_returned(tmp_path):
+    """Leave the second of two models to hooks, which find it by its identity."""
+    accelerator = Accelerator(cpu=True)
+    first, second = accelerator.prepare(nn.Linear(4, 2), nn.Linear(4, 3))
+    bare = first.module
+    wanted = bare.weight.detach().clone()
+
+    def write(models, weights, folder):
+        del weights[next(k for k, model in enumerate(models) if model is second)]
+        models.clear()
+
+    def read(models, folder):
+        assert (models[0].module, accelerator.unwrap_model(models[0])) == (bare, bare)
+        models.remove(second)
+
+    accelerator.register_save_state_pre_hook(write)
+    accelerator.register_load_state_pre_hook(read)
+    accelerator.save_state(tmp_path / "it")
+    for parameter in (*first.parameters(), *second.parameters()):
+        nn.init.zeros_(parameter)
+    accelerator.load_state(tmp_path / "it")
+    assert torch.equal(bare.weight, wanted)
+    assert not second.module.weight.any()
+
+
 def beside_weights(folder):
     """Save checkpoints into folders of `save_model`, and load them; return the weights of then and those after."""
     found = []

@@ -48,8 +48,9 @@ class Models(Part):
     def replicated(self, saving: Saving) -> Iterable[Entry]:
         models = self.run.bare_models
         weights = [model.state_dict() for model in models if not model_has_dtensor(model)]
+        prepared = list(self.run.models)  # hooks may change the list
         for hook in self.run.save_hooks.values():
-            hook(models, weights, os.fspath(saving.folder))
+            hook(prepared, weights, os.fspath(saving.folder))
         waiting = list(weights)  # what hooks have left: files are numbered without the others
         whole: list[dict[str, Any]] = []
         for k, model in enumerate(models):
@@ -67,11 +68,12 @@ class Models(Part):
         return {paths.model_shards(k): {"model": model_shards(one)} for k, one in models if model_has_dtensor(one)}
 
     def begin(self, source: Loading) -> None:
-        given = [model for _, model in self._places if not model_has_dtensor(model)]
+        prepared = self.run.models
+        given = [prepared[k] for k, model in self._places if not model_has_dtensor(model)]
         for hook in self.run.load_hooks.values():
             hook(given, os.fspath(source.checkpoint.folder))
         left = set(map(id, given))  # those that hooks took out of the list are not loaded here
-        self._places = [(k, model) for k, model in self._places if id(model) in left or model_has_dtensor(model)]
+        self._places = [(k, model) for k, model in self._places if id(prepared[k]) in left or model_has_dtensor(model)]
 
     def read(self, source: Loading) -> None:
         self._strict = source.strict

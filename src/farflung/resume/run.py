@@ -52,7 +52,7 @@ class Run:
     schedulers: list[AcceleratedScheduler] = field(default_factory=list)
     loaders: list[PreparedLoader] = field(default_factory=list)
     custom: list[Any] = field(default_factory=list)  # registered objects
-    save_hooks: Hooks = field(default_factory=OrderedDict)  # called with the models before they are written or read
+    save_hooks: Hooks = field(default_factory=OrderedDict)  # called with `models` before they are written or read
     load_hooks: Hooks = field(default_factory=OrderedDict)
     _known: dict[int, tuple[Any, Any]] = field(default_factory=dict)
 
@@ -103,7 +103,7 @@ class Run:
 
     @property
     def bare_models(self) -> list[nn.Module]:
-        """The modules inside the prepared models, which hooks are given, and whose names files have."""
+        """The modules inside the prepared models, whose names files have."""
         return [self.strategy.unwrap(model) for model in self.models]
 
     @property
