@@ -172,12 +172,6 @@ class AcceleratedOptimizer(Optimizer):
     def state_dict(self) -> dict[str, Any]:
         return self.optimizer.state_dict()
 
-    def register_step_post_hook(self, hook: Any) -> Any:
-        return self.optimizer.register_step_post_hook(hook)
-
-    def register_step_pre_hook(self, hook: Any) -> Any:
-        return self.optimizer.register_step_pre_hook(hook)
-
     def __getattr__(self, name: str) -> Any:
         if name == "optimizer":  # not set yet: while being unpickled
             raise AttributeError(name)
