@@ -159,6 +159,16 @@ def test_a_model_that_comes_sharded_is_taken_as_it_is():
     assert_alike(weights(model), weights(plain))
 
 
+@on_ranks(2)
+def test_a_model_that_a_trainer_shards_by_itself_meets_one_that_was_prepared():
+    accelerator, other = sharding(), net(1)
+    model = accelerator.prepare(net())
+    fully_shard(other, mesh=init_device_mesh("cpu", (2,)))  # which it makes by default
+    with torch.no_grad():
+        sums = [full(one + two) for one, two in zip(model.parameters(), other.parameters(), strict=True)]
+    assert all(map(torch.equal, sums, (one + two for one, two in zip(weights(net()), weights(net(1)), strict=True))))
+
+
 def embedder():
     torch.manual_seed(0)
     model = nn.Sequential(nn.Embedding(6, 4), nn.BatchNorm1d(4), nn.Linear(4, 6, bias=False))

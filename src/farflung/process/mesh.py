@@ -34,9 +34,10 @@ _ROW = ("dp_shard", "cp")  # ranks with different tokens, which average gradient
 class Mesh:
     """This rank's row (`island`) and column (`replicas`) among all ranks.
 
-    `device_mesh` is torch's mesh of both axes, named `dp_replicate` and `dp_shard`; None if each row is one rank. There
-    is an axis `tp` too if ranks hold parts of layers, and `cp` if they take parts of sequences. Both read the same
-    batches; those of `readers`, this rank among them, differ: they share out the data.
+    `device_mesh` is torch's mesh of both axes, named `dp_replicate` and `dp_shard`; if one row has all ranks, its one
+    axis may have no name. It is None if each row is one rank. There is an axis `tp` too if ranks hold parts of layers,
+    and `cp` if they take parts of sequences. Both read the same batches; those of `readers`, this rank among them,
+    differ: they share out the data.
     """
 
     everyone: Group
@@ -49,7 +50,8 @@ class Mesh:
     def row(self) -> DeviceMesh:
         """torch's mesh of this rank's row: of the ranks in it that hold the same layers."""
         assert self.device_mesh is not None, "each row is one rank"
-        return mesh_along(self.device_mesh, _among(_ROW, self.device_mesh))
+        names = self.device_mesh.mesh_dim_names
+        return self.device_mesh if names is None else mesh_along(self.device_mesh, _among(_ROW, self.device_mesh))
 
     @property
     def cuts_layers(self) -> bool:
@@ -106,8 +108,10 @@ def make_mesh(everyone: Group, island_size: int, device_type: str, device_mesh: 
         return Mesh(everyone, SoloGroup(), everyone, everyone)
     assert isinstance(everyone, TorchGroup), "there are several ranks"
     rows = everyone.size // island_size
+    if device_mesh is None and rows == 1:  # as fully_shard makes it, which a trainer may call for another model
+        device_mesh = init_device_mesh(device_type, (island_size,))
     device_mesh = device_mesh or init_device_mesh(device_type, (rows, island_size), mesh_dim_names=AXES)
-    island = everyone.within(device_mesh.get_group(AXES[1]))
+    island = everyone.within(device_mesh.get_group(AXES[1] if device_mesh.mesh_dim_names else 0))
     replicas = everyone.within(device_mesh.get_group(AXES[0])) if rows > 1 else SoloGroup()
     return Mesh(everyone, island if rows > 1 else everyone, replicas, everyone, device_mesh)
 
