@@ -63,7 +63,8 @@ def test_version_2_means_what_it_means_there(said, caplog):
     assert {name: getattr(ours, name) for name in same} == {name: getattr(theirs, name) for name in same}
     assert ours.state_dict_type == theirs.state_dict_type.name
     assert ours.offload_policy == theirs.cpu_offload
-    assert ours.cpu_offload == (theirs.cpu_offload == fsdp.CPUOffloadPolicy())
+    ours.set_cpu_offload()
+    assert ours.cpu_offload == theirs.cpu_offload
     model = Blocks(Block(nn.Linear(2, 2)), Block(nn.Linear(2, 2)))
     if "transformer_cls_names_to_wrap" in said:
         model.append(type("Other", (nn.Linear,), {})(2, 2))
@@ -89,7 +90,7 @@ def test_version_2_means_what_it_means_there(said, caplog):
         ({"state_dict_type": fsdp.StateDictType.FULL_STATE_DICT}, "state_dict_type", "FULL_STATE_DICT"),
         ({"state_dict_type": "3"}, "state_dict_type", "SHARDED_STATE_DICT"),
         ({"cpu_offload": fsdp.CPUOffload(offload_params=True)}, "cpu_offload", True),
-        ({"cpu_offload": fsdp.OffloadPolicy()}, "cpu_offload", False),
+        ({"cpu_offload": fsdp.OffloadPolicy()}, "offload_policy", fsdp.OffloadPolicy()),
         ({"cpu_offload": UNPINNED}, "offload_policy", UNPINNED),
         ({"mixed_precision_policy": BF16}, "mixed_precision_policy", BF16),
         ({"mixed_precision_policy": torch.bfloat16}, "mixed_precision_policy", BF16),
@@ -195,7 +196,7 @@ def test_setters_change_what_trainers_change_later():
     assert plugin.state_dict_type == "FULL_STATE_DICT"
     plugin.cpu_offload = fsdp.CPUOffloadPolicy()
     plugin.set_cpu_offload()
-    assert plugin.cpu_offload is True
+    assert plugin.cpu_offload == fsdp.CPUOffloadPolicy()
     plugin.validate_cpu_offload()
     plugin.cpu_offload = "yes"
     with pytest.raises(ConfigError, match="cpu_offload"):

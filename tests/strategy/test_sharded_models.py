@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -167,6 +167,20 @@ def test_a_model_that_a_trainer_shards_by_itself_meets_one_that_was_prepared():
     with torch.no_grad():
         sums = [full(one + two) for one, two in zip(model.parameters(), other.parameters(), strict=True)]
     assert all(map(torch.equal, sums, (one + two for one, two in zip(weights(net()), weights(net(1)), strict=True))))
+
+
+@on_ranks(2)
+def test_a_plugin_has_the_policies_by_which_a_trainer_shards_models():
+    for offloads, policy in ((False, OffloadPolicy()), (True, CPUOffloadPolicy())):
+        flags = offloads, offloads, not offloads
+        plugin, same, other = (FullyShardedDataParallelPlugin(cpu_offload=flag) for flag in flags)
+        state = fresh(fsdp_plugin=plugin, mixed_precision="bf16").state
+        assert state.fsdp_plugin is plugin
+        assert plugin.cpu_offload == policy
+        assert plugin.mixed_precision_policy == MixedPrecisionPolicy(torch.bfloat16, torch.float32)
+        for again in (plugin, same):
+            assert Accelerator(cpu=True, fsdp_plugin=again, mixed_precision="bf16").state.fsdp_plugin is plugin
+        refused_at(ConfigError, "^fsdp_plugin=", Accelerator, cpu=True, fsdp_plugin=other, mixed_precision="bf16")
 
 
 def embedder():

@@ -43,6 +43,10 @@ class Layout:
     mesh: Mesh
     fsdp: FullyShardedDataParallelPlugin | None = None
     parallelism: ParallelismConfig | None = None
+    asked: FullyShardedDataParallelPlugin | None = field(init=False)  # `fsdp` before a strategy set its policies
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "asked", copy(self.fsdp))
 
     @property
     def place(self) -> dict[str, int]:
@@ -153,7 +157,7 @@ def resolve_layout(
     if parallelism_config is not None:
         parallelism_config.check(session.world.size)
     pairs = (
-        ("fsdp_plugin", fsdp_plugin, layout.fsdp),
+        ("fsdp_plugin", None if fsdp_plugin is layout.fsdp else fsdp_plugin, layout.asked),
         ("parallelism_config", parallelism_config, layout.parallelism),
         ("island_size", island_size, layout.mesh.island.size),
     )

@@ -177,17 +177,15 @@ class FullyShardedDataParallelPlugin:
         self.limit_all_gathers = True
 
     def _set_offload(self, asked: Any) -> None:
-        self._offload_policy = None
         if asked is None or isinstance(asked, (bool, int)):
             self.cpu_offload = _flag("cpu_offload", asked, "FSDP_OFFLOAD_PARAMS")
         elif hasattr(asked, "offload_params"):  # version 1's CPUOffload
             self.cpu_offload = bool(asked.offload_params)
         else:
-            from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy
+            from torch.distributed.fsdp import OffloadPolicy
 
             if not isinstance(asked, OffloadPolicy):
                 raise wrong_type(f"{_NAME}: cpu_offload", asked, "True, False, or torch's CPUOffloadPolicy()")
-            self.cpu_offload, self._offload_policy = isinstance(asked, CPUOffloadPolicy), asked
 
     def _set_wrapping(self) -> None:
         names, least = self.transformer_cls_names_to_wrap, self.min_num_params
@@ -211,7 +209,8 @@ class FullyShardedDataParallelPlugin:
         """What `fully_shard` takes for `cpu_offload`."""
         from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy
 
-        return self._offload_policy or (CPUOffloadPolicy() if self.cpu_offload else OffloadPolicy())
+        asked = self.cpu_offload
+        return asked if isinstance(asked, OffloadPolicy) else CPUOffloadPolicy() if asked else OffloadPolicy()
 
     def policy_for(self, model: nn.Module) -> Callable[..., bool] | None:
         """Return which modules of `model` are sharded by themselves, as a function of torch's kind; None: none."""
@@ -265,9 +264,9 @@ class FullyShardedDataParallelPlugin:
             raise wrong_type(name, self.mixed_precision_policy, "a torch.distributed.fsdp.MixedPrecisionPolicy")
 
     def set_cpu_offload(self) -> None:
-        """Take what `cpu_offload` was set to by hand: a flag or a policy of torch's."""
-        if not isinstance(self.cpu_offload, bool):
-            self._set_offload(self.cpu_offload)
+        """Replace a `cpu_offload` that is a flag by torch's policy. `prepare` needs no such call."""
+        self._set_offload(self.cpu_offload)
+        self.cpu_offload = self.offload_policy
 
     validate_cpu_offload = set_cpu_offload
 

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
-from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.checkpoint import checkpoint
@@ -41,7 +41,7 @@ class OneShard(Strategy):
     def __init__(self, mesh: Mesh, device: torch.device, plugin: FullyShardedDataParallelPlugin) -> None:
         super().__init__(mesh)
         self._plugin = plugin
-        if plugin.cpu_offload and device.type != "cpu":
+        if isinstance(plugin.offload_policy, CPUOffloadPolicy) and device.type != "cpu":
             raise Unsupported("cpu_offload needs several processes. Start more of them, or leave it out.")
 
     def prepare(self, model: nn.Module, optimizers: Sequence[Optimizer]) -> nn.Module:
@@ -63,6 +63,10 @@ class FSDP(ShardedModels):
         compute_dtype: torch.dtype | None = None,  # under autocast too; None: that of the weights, or the policy
     ) -> None:
         super().__init__(mesh)
+        # Trainers shard models of their own by the plugin's policies.
+        plugin.set_cpu_offload()
+        if plugin.mixed_precision_policy is None and compute_dtype is not None:
+            plugin.mixed_precision_policy = MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=torch.float32)
         given = None if plugin.mixed_precision_policy is None else plugin.mixed_precision_policy.param_dtype
         if None not in (given, compute_dtype) and given != compute_dtype:
             raise ConfigError(
@@ -147,21 +151,18 @@ class FSDP(ShardedModels):
                 self._became[old] = after[name]
 
     def _policy(self, model: nn.Module) -> MixedPrecisionPolicy:
-        given: MixedPrecisionPolicy | None = self._plugin.mixed_precision_policy
+        given: MixedPrecisionPolicy = self._plugin.mixed_precision_policy or MixedPrecisionPolicy()
+        if given.reduce_dtype is not None:
+            return given
+        # Said in so many words: what None means for reductions is another thing in torch 2.15 than before.
         kinds = [p.dtype for p in model.parameters() if p.requires_grad]
         widest = max(kinds, key=lambda dtype: dtype.itemsize, default=torch.float32)
-        if given is None:
-            # Said in so many words: what None means for reductions is another thing in torch 2.15 than before.
-            return MixedPrecisionPolicy(
-                param_dtype=self._compute_dtype, reduce_dtype=torch.float32 if self._compute_dtype else widest
-            )
-        if given.reduce_dtype is None:
-            return replace(given, reduce_dtype=given.param_dtype or widest)
-        return given
+        return replace(given, reduce_dtype=given.param_dtype or widest)
 
     def _fill(self, model: nn.Module, before: dict[str, nn.Parameter], whole: dict[str, Any]) -> None:
         """Give every rank its shards of the values that rank 0 alone has loaded."""
-        device = torch.device("cpu") if self._plugin.cpu_offload else self._device
+        offloads = isinstance(self._plugin.offload_policy, CPUOffloadPolicy)
+        device = torch.device("cpu") if offloads else self._device
         if self.mesh.everyone.rank != 0:
             model.to_empty(device=device)
             tied: dict[int, nn.Parameter] = {}
