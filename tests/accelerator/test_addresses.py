@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import ast
+import os
 from pathlib import Path
 
 import pytest
@@ -111,6 +112,7 @@ def test_without_a_home_only_what_needs_one_is_refused(home, monkeypatch):
         raise RuntimeError("Could not determine home directory.")
 
     monkeypatch.setattr(Path, "expanduser", nobody)
+    monkeypatch.setattr(os.path, "expanduser", str)
     assert places.find_file() is None
     with pytest.raises(ConfigError, match="no home folder is known: HOME is not set"):
         utils.write_basic_config()
