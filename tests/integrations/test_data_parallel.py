@@ -491,16 +491,18 @@ class Trainer:
 
 
 @on_ranks(2)
-def test_the_log_of_a_trainer_has_the_figures_of_the_rounds():
+def test_the_log_of_a_trainer_has_the_figures_of_the_rounds_except_in_its_evaluations():
     sys.modules["transformers.trainer"] = SimpleNamespace(Trainer=Trainer)
     takeover = installed(RECIPES["diloco"])
     model, trainer = DistributedDataParallel(net()), Trainer()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for step in range(4):
         one_step(model, optimizer)
+        trainer.log({"eval_loss": 1.0})
         trainer.log({"step": step}, start_time=None)
     takeover.close()
-    first, second, third, fourth = map(set, trainer.history)
+    assert trainer.history[::2] == [{"eval_loss": 1.0}] * 4
+    first, second, third, fourth = map(set, trainer.history[1::2])
     assert first == second == fourth == {"step"}
     assert {"step", "outer/round", "outer/bytes_sent", "outer/waiting"} < third
 

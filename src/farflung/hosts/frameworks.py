@@ -162,7 +162,8 @@ def show_in_trainer(figures: RoundFigures) -> None:
     """Add the figures of rounds to what transformers' Trainer logs, if the script has loaded it."""
 
     def log(log: Callable[..., Any], trainer: Any, logs: Any, *args: Any, **options: Any) -> Any:
-        logs.update(figures.take())
+        if "eval_loss" not in logs:  # transformers' model card fails if evaluations have different names
+            logs.update(figures.take())
         return log(trainer, logs, *args, **options)
 
     trainer = getattr(sys.modules.get("transformers.trainer"), "Trainer", None)
