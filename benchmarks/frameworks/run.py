@@ -47,6 +47,7 @@ FILES = {  # of programs, with the package that each is about
         **dict.fromkeys(("torchtune", "torchtune-recipe"), "torchtune"),
     },
     "with_trl.py": {"trl-sft": "trl", "trl-dpo": "trl"},
+    "with_tuners.py": {name: name for name in ("llamafactory", "ms-swift", "axolotl")},
     "trainers.py": {
         "composer": "mosaicml",
         **{name: name for name in ("fastai", "speechbrain", "sentence-transformers", "setfit")},
@@ -56,17 +57,13 @@ FILES = {  # of programs, with the package that each is about
 }
 PROGRAMS = {name: (file, package) for file, programs in FILES.items() for name, package in programs.items()}
 ON_ACCELERATE = (
-    "fastai",
-    "sentence-transformers",
-    "setfit",
-    "skorch",
-    "catalyst",
-    "denoising-diffusion",
-    "trl-sft",
-    "trl-dpo",
+    *FILES["with_trl.py"],
+    *FILES["with_tuners.py"],
+    *("fastai", "sentence-transformers", "setfit", "skorch", "catalyst", "denoising-diffusion"),
 )
 OURS = r"(?:farflung\.base\.errors\.)?(?:ConfigError|Unsupported|StateError|CollectiveMismatch)"
 FLAGS = {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": "1", "WANDB_MODE": "disabled"}
+FLAGS |= {"DISABLE_VERSION_CHECK": "1", "AXOLOTL_DO_NOT_TRACK": "1"}  # of LLaMA-Factory and axolotl
 
 
 def make_environment(folder):
@@ -93,7 +90,7 @@ def launched(python, program, mode, limit_s=240):
         try:
             run = subprocess.run(
                 line, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=limit_s, cwd=folder,
-                env={**os.environ, **FLAGS, "COLUMNS": "400"},
+                env={**os.environ, **FLAGS, "COLUMNS": "400", "HF_HOME": folder, "MODELSCOPE_CACHE": folder},
             )  # fmt: skip
             code, text = run.returncode, run.stdout
         except subprocess.TimeoutExpired as error:

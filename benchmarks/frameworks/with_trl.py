@@ -2,6 +2,7 @@
 """trl's SFTTrainer and DPOTrainer on an adapter of peft's, with the options that people give them."""
 
 import os
+import sys
 from pathlib import Path
 
 import torch
@@ -13,6 +14,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast, TrainerCallback
 from trl import DPOConfig, DPOTrainer, SFTConfig, SFTTrainer
 
+sys.modules["torchao"] = None  # that of torchtune is too old for peft
 WORDS = ["<pad>", "<eos>", "<unk>", "ask", "say", *(f"w{k}" for k in range(27))]
 TEMPLATE = (  # what the assistant says is marked, for assistant_only_loss
     "{% for message in messages %}{% if message['role'] == 'assistant' %}say {% generation %}{{ message['content'] }}"
@@ -68,10 +70,19 @@ class Watch(TrainerCallback):
     """Notes the loss of the weights in memory at each evaluation, by step."""
 
     def __init__(self):
-        self.losses = {}
+        self.losses, self.state, self.model = {}, None, None
 
     def on_evaluate(self, arguments, state, control, model, **_):
         self.losses[state.global_step] = loss(model)
+        self.state, self.model = state, model
+
+    def report(self, folder):
+        """Report the best evaluation or the last, what peft loads from the folder, and what is in memory."""
+        loaded = PeftModel.from_pretrained(model(), folder)
+        best = self.state.best_model_checkpoint
+        best = max(self.losses) if best is None else int(Path(best).name.split("-")[1])
+        print(f"losses at evaluations: {self.losses}, the best: {best}")
+        report(self.model, self.losses[best], loaded.state_dict(), loss)
 
 
 def loss(net):
@@ -80,17 +91,12 @@ def loss(net):
 
 
 def train(trainer):
-    """Train, and report the best evaluation or the last, what peft loads from the folder, and what is in memory."""
     watch = Watch()
     trainer.add_callback(watch)
     trainer.train()
     trainer.save_model(str(SAVED / "end"))
     dist.barrier() if dist.is_initialized() else None
-    loaded = PeftModel.from_pretrained(model(), SAVED / "end")
-    best = trainer.state.best_model_checkpoint
-    best = max(watch.losses) if best is None else int(Path(best).name.split("-")[1])
-    print(f"losses at evaluations: {watch.losses}, the best: {best}")
-    report(trainer.model, watch.losses[best], loaded.state_dict(), loss)
+    watch.report(SAVED / "end")
 
 
 def trl_sft():
