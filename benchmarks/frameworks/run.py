@@ -47,7 +47,7 @@ FILES = {  # of programs, with the package that each is about
         **dict.fromkeys(("torchtune", "torchtune-recipe"), "torchtune"),
     },
     "with_trl.py": {"trl-sft": "trl", "trl-dpo": "trl"},
-    "with_tuners.py": {name: name for name in ("llamafactory", "ms-swift", "axolotl")},
+    "with_tuners.py": {name: name for name in ("llamafactory", "ms-swift")},
     "trainers.py": {
         "composer": "mosaicml",
         **{name: name for name in ("fastai", "speechbrain", "sentence-transformers", "setfit")},
@@ -63,7 +63,7 @@ ON_ACCELERATE = (
 )
 OURS = r"(?:farflung\.base\.errors\.)?(?:ConfigError|Unsupported|StateError|CollectiveMismatch)"
 FLAGS = {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": "1", "WANDB_MODE": "disabled"}
-FLAGS |= {"DISABLE_VERSION_CHECK": "1", "AXOLOTL_DO_NOT_TRACK": "1"}  # of LLaMA-Factory and axolotl
+FLAGS["DISABLE_VERSION_CHECK"] = "1"  # of LLaMA-Factory
 
 
 def make_environment(folder):

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""LLaMA-Factory, ms-swift and axolotl train an adapter from files, each by the function that its command calls."""
+"""LLaMA-Factory and ms-swift train an adapter from files, each by the function that its command calls."""
 
 import json
 import os
 import time
 
-from common import EPOCHS, FOLDER, NAME, SAVED, WORLD
+from common import FOLDER, NAME, SAVED, WORLD
 from with_trl import SETTINGS, Watch, model, talks, tokenizer
 
 FILES = FOLDER / f"files-{os.getpid()}"
@@ -64,36 +64,8 @@ def ms_swift(watch):
     return ended["best_model_checkpoint"] or ended["last_model_checkpoint"]
 
 
-def axolotl(watch):
-    from axolotl.cli.args import TrainerCliArgs
-    from axolotl.cli.config import load_cfg
-    from axolotl.cli.train import do_train
-    from axolotl.integrations.base import BasePlugin, PluginManager
-    from axolotl.utils.dict import DictDefault
-
-    class Watching(BasePlugin):
-        def add_callbacks_pre_trainer(self, cfg, model):
-            return [watch]
-
-    PluginManager.get_instance().plugins["watch"] = Watching()
-    data = {"ds_type": "json", "type": "alpaca", "split": "train"}
-    same = ("learning_rate", "gradient_checkpointing", "eval_strategy", "save_strategy", "eval_steps", "save_steps")
-    config = {
-        **{"base_model": str(FILES), "output_dir": str(SAVED), "dataset_prepared_path": str(FILES / "prepared")},
-        **{"datasets": [data | {"path": TRAIN}], "test_datasets": [data | {"path": HELD_OUT}], "val_set_size": 0},
-        **{"adapter": "lora", "lora_r": 4, "lora_alpha": 8, "lora_dropout": 0.0, "lora_target_linear": True},
-        **{"num_epochs": EPOCHS, "micro_batch_size": 4, "gradient_accumulation_steps": 1, "sequence_len": LENGTH},
-        **{"optimizer": "adamw_torch", "lr_scheduler": "linear", "bf16": False, "fp16": False},
-        **{name: SETTINGS[name] for name in same if name in SETTINGS},
-    }
-    config = load_cfg(DictDefault(config))
-    config.device_map = None  # with several processes it is a GPU
-    do_train(config, TrainerCliArgs())
-    return SAVED
-
-
 def wait_for_all():
-    """Wait until all ranks have come here, as each of the programs ends its process group before."""
+    """Wait until all ranks have come here, as LLaMA-Factory ends its process group before."""
     (FOLDER / f"ended-{os.getpid()}").touch()
     while len(list(FOLDER.glob("ended-*"))) < WORLD:
         time.sleep(0.1)
