@@ -245,6 +245,7 @@ class IntervalController:
         self._steps = self._known_steps or max(ASSUMED_STEPS, 2 * step)
         if members < 2:  # no evidence: alone there is no line
             self._shares.clear()
+            self._hidden.clear()
             return None
         self._shares.append(waiting)
         self._hidden.append(hidden)
@@ -257,6 +258,7 @@ class IntervalController:
         new = self._changed(now, steps * waited, steps * statistics.median(self._hidden), is_whole)
         if new is not None:
             self._shares.clear()
+            self._hidden.clear()
         return new
 
     def _changed(self, now: Interval, stall: float, hidden: float, is_whole: bool) -> Interval | None:
