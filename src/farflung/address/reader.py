@@ -90,7 +90,7 @@ class Reader:
     someone reads them: this process leaves a note at the address with each version, if it may write there.
 
     Of 14M weights, 8 steps of AdamW later, a difference has 1/34 of their bytes in bfloat16 and 1/2.3 in float32 at a
-    learning rate of 1e-6, and 1/2.3 and 1/1.3 at 1e-3 (`benchmarks/bench_reader.py`).
+    learning rate of 1e-6, and 1/2.5 and 1/1.3 at 1e-3 (`benchmarks/bench_reader.py`).
 
     Args:
         address: of the run, as `farflung launch --meet` has it.
