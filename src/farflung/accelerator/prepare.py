@@ -21,7 +21,7 @@ from farflung.base.checks import check_flag, check_type, wrong_type
 from farflung.base.errors import ConfigError
 from farflung.base.torch_internals import before_calls, compiled_from
 from farflung.base.words import counted
-from farflung.comm.recording import OwnHook
+from farflung.comm.recording import WeakHook
 from farflung.comm.tensor_memory import check_exchangeable
 from farflung.config.compile import TorchDynamoPlugin
 from farflung.config.handlers import DataLoaderConfiguration
@@ -114,7 +114,7 @@ class Preparer:
         prepared = self.run.strategy.prepare(model, owners) if is_wrapped else model
         if is_wrapped and self.run.loop.ends is not None:
             check = partial(check_even, self.run.strategy.awaited)
-            before_calls(prepared, OwnHook(check, self.run.loop))
+            before_calls(prepared, WeakHook(check, self.run.loop))
         if is_wrapped and self.finite is not None:
             self.finite.follow(prepared)
         if was_evaluated:  # and is trained now

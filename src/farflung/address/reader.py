@@ -130,7 +130,7 @@ class Reader:
         raise ConfigError(f"Nothing can be pulled from {self.address}. {why}.")
 
     def __iter__(self) -> Iterator[Version]:
-        latest, refused = "", set[str]()  # the name of the version before, and of those that can't be read
+        latest, refused = "", set[str]()  # names: of the version before, and of versions that can't be read
         with self._states(PATIENCE_S, waits=True) as states:
             following = _VersionReader(states, self._dtype, self._refused)
             while True:

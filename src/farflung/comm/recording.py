@@ -46,7 +46,7 @@ def uncompiled(function: _Function) -> _Function:
     return kept
 
 
-class OwnHook:
+class WeakHook:
     """A hook of a module: calls `act` with its owner, as long as that lives, the module, and what the hook gets.
 
     Copies of the module, and files of it as a whole, have the hook too, where it does nothing.
@@ -62,4 +62,4 @@ class OwnHook:
             self._act(owner, module, *args)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return OwnHook, ()
+        return WeakHook, ()

@@ -98,7 +98,7 @@ def fingerprint(x: Tensor) -> int:
 def lent(
     tensors: Callable[[], Sequence[Tensor]], lend: Callable[[list[tuple[Tensor, Tensor]]], None]
 ) -> Iterator[None]:
-    """Put other values into tensors for the length of the block; restore all but those that a script has overwritten.
+    """Put other values into tensors for the length of the block; then restore those that no script has overwritten.
 
     Args:
         tensors: returns this rank's parts, in the same order each time: a model may be moved or cast meanwhile.

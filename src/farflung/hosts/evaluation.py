@@ -16,7 +16,7 @@ from torch import nn
 
 from farflung.base.events import Kind, record
 from farflung.comm.frames import user_call
-from farflung.comm.recording import OwnHook
+from farflung.comm.recording import WeakHook
 from farflung.comm.shards import local, reshard
 from farflung.comm.tensor_memory import lent
 from farflung.hosts.patching import around
@@ -85,7 +85,7 @@ class LentWeights:
         self._own: ExitStack | None = None
         self.trains = trains
         # Before fully_shard gathers the weights.
-        self.hook = model.register_forward_pre_hook(OwnHook(_before_forward, self), prepend=True)
+        self.hook = model.register_forward_pre_hook(WeakHook(_before_forward, self), prepend=True)
 
     @property
     def is_on(self) -> bool:
@@ -202,7 +202,7 @@ class EvaluatedModel:
         self.model, self.bare = model, bare
         self.evaluation = LentWeights(model)
         hooked: Any = bare  # whose types are not complete in torch
-        end = hooked.register_load_state_dict_pre_hook(OwnHook(end_evaluation, self))
+        end = hooked.register_load_state_dict_pre_hook(WeakHook(end_evaluation, self))
         self.hooks = [self.evaluation.hook, end]
 
     def holds(self, module: nn.Module) -> bool:

@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 from farflung.base.errors import StateError, Unsupported
 from farflung.base.torch_internals import compiled_from
 from farflung.base.words import counted
-from farflung.comm.recording import OwnHook
+from farflung.comm.recording import WeakHook
 from farflung.hosts.driver import Driver, EpochTracker
 from farflung.hosts.evaluation import AgreedState, LentWeights, agreed_in, end_evaluation
 from farflung.outer.gradients import LocalDDP
@@ -76,9 +76,9 @@ class FollowedModel:
         ddp.register_comm_hook = _no_second_hook  # type: ignore[method-assign]
         for whole in filter(None, (self.local.module, compiled_from(self.local.module))):
             hooks: Any = whole  # whose types are not complete in torch
-            hooks.register_state_dict_post_hook(OwnHook(_put_agreed, self))
-            hooks.register_load_state_dict_pre_hook(OwnHook(end_evaluation, self))
-            hooks.register_load_state_dict_post_hook(OwnHook(_begin_anew, self))
+            hooks.register_state_dict_post_hook(WeakHook(_put_agreed, self))
+            hooks.register_load_state_dict_pre_hook(WeakHook(end_evaluation, self))
+            hooks.register_load_state_dict_post_hook(WeakHook(_begin_anew, self))
 
     @property
     def driver(self) -> Driver | None:

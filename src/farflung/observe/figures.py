@@ -150,7 +150,7 @@ def ddp_bytes_per_step(run: ObservedRun, replicas: float) -> float | None:
 
 
 def _bytes(run: ObservedRun, leaders: list[Rank], island: int) -> tuple[float | None, float | None]:
-    """Return what all replicas have sent, each of so many ranks, and what DDP would have."""
+    """Return the bytes that all replicas, of `island` ranks each, have sent, and those that DDP would have sent."""
     voted = run.voted
     many = sum(len(row.members) for row in voted) / len(voted) if voted else float(len(leaders))
     each = ddp_bytes_per_step(run, many)

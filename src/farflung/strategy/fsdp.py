@@ -154,7 +154,7 @@ class FSDP(ShardedModels):
         given: MixedPrecisionPolicy = self._plugin.mixed_precision_policy or MixedPrecisionPolicy()
         if given.reduce_dtype is not None:
             return given
-        # Said in so many words: what None means for reductions is another thing in torch 2.15 than before.
+        # Stated here, as None means another dtype of reductions in torch 2.15 than before.
         kinds = [p.dtype for p in model.parameters() if p.requires_grad]
         widest = max(kinds, key=lambda dtype: dtype.itemsize, default=torch.float32)
         return replace(given, reduce_dtype=given.param_dtype or widest)
