@@ -256,10 +256,9 @@ def _rounds_until_low(shares: list[float]) -> int | None:
 
 def _goodput(recipe: dict[str, Any], rounds: list[Any], size: str, steps: int, **_: Any) -> float | None:
     """Return what rounds of these intervals and waits come to, by the evidence; None: there are no rounds."""
-    parameters = sum(parameter.numel() for parameter in GPT(SIZES[size]).parameters())
     delay = recipe.get("delay", 1)
     name = name_of(recipe["recipe"], recipe.get("codec"), delay)
-    learns = [efficiency(name, every, parameters, 2, steps).mean * (1 - waited) for _, _, waited, every in rounds]
+    learns = [efficiency(name, every, 2, steps).mean * (1 - waited) for _, _, waited, every in rounds]
     return round(statistics.mean(learns), 3) if learns else None
 
 
@@ -364,10 +363,7 @@ def work(
     began, loop, tuner = time.perf_counter(), None, None
     options = METHODS[method]
     if options:
-        tuner = ForecastTuner(
-            rates=lambda: (optimizer.param_groups[0]["lr"],),
-            parameters=sum(parameter.numel() for parameter in model.parameters()),
-        )
+        tuner = ForecastTuner(rates=lambda: (optimizer.param_groups[0]["lr"],))
         chooser = RecipeTrial(tuner) if method == AUTO else None
         loop = OuterLoop(model, OuterConfig(**options, steps=steps), inner=optimizer, chooser=chooser)
         if method == AUTO:

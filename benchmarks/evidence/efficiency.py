@@ -39,9 +39,16 @@ def steps_to(loss: float, by_steps: Mapping[int, float]) -> float:
 
 
 def efficiencies(results: Results, size: str, runs: Mapping[int, Sequence[Run]]) -> list[float]:
-    """Return by seed the efficiency of the last one of its runs; nothing if DDP has no shorter ones like it."""
+    """Return by seed the efficiency of the last one of its runs; nothing if DDP has no shorter ones like it.
+
+    What ends lower than DDP after as many steps counts as that.
+    """
     last = {seed: of_seed[-1] for seed, of_seed in runs.items()}
     curves = {seed: curve(results, size, seed, run.replicas) for seed, run in last.items()}
     if any(len(found) <= len(PARTS_OF_STEPS) for found in curves.values()):
         return []
-    return [steps_to(results.loss(run), curves[seed]) / run.steps for seed, run in last.items()]
+    shares = []
+    for seed, run in last.items():
+        by_steps = {steps: loss for steps, loss in curves[seed].items() if steps <= run.steps}
+        shares.append(steps_to(results.loss(run), by_steps) / run.steps)
+    return shares

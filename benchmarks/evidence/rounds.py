@@ -4,28 +4,33 @@
 From `benchmarks`: python -m evidence.rounds [--replicas 2 4] [--seeds 0 1 2] [--steps 500 2000 4000] [--table]
 
 Runs of 100k parameters from scratch are lines of results/evidence.jsonl, as those of `experiments.py`, each with the
-better one of two inner rates. Those of 1,000 steps are experiments 8, 11 and 12.
+better one of two inner rates. Those of 1,000 steps are experiments 8, 11 and 12. Of 500 steps there are other recipes
+too, and 385k parameters.
 """
 
 from __future__ import annotations
 
 import argparse
 import math
+import statistics
 from dataclasses import replace
 from itertools import product
 
 import torch
 
 from evidence.efficiency import steps_to
-from evidence.experiments import STEPS, Results, best, do, from_scratch, lengths, scratch_grid
+from evidence.experiments import COMPARED, STEPS, Results, best, do, from_scratch, lengths, pairs, scratch_grid
+from evidence.plan import SIZES, pooled, table as by_method
 from evidence.runs import Run
 from evidence.tables import SEEDS, mean_and_error
+from farflung.cost.methods import efficiency
 
 SIZE = "100k"
 USUAL = STEPS[SIZE]
 SHOWN = (500, USUAL, 2 * USUAL, 4 * USUAL)
 REPLICAS = (2, 4)
 EVERY = (8, 16, 32, 64, 128)
+SHORT = tuple(name for name in COMPARED if name not in ("DDP", "diloco(128) e3m0") and "delay 1" not in name)
 
 
 def grids(results: Results, steps: int, replicas: int, method: str) -> list[Run]:
@@ -70,6 +75,40 @@ def efficiencies(results: Results, steps: int, replicas: int) -> dict[str, list[
     return found
 
 
+def short_grids(results: Results, size: str) -> list[list[Run]]:
+    """Return runs of two replicas and half the steps, with the first seed at two inner rates: alone, and DiLoCo."""
+    grids = [scratch_grid(results, size, name) for name in ("alone", "diloco(32)")]
+    return [[replace(run, steps=USUAL // 2, replicas=2) for run in grid] for grid in grids]
+
+
+def short(results: Results, size: str, seed: int) -> dict[str, list[Run]]:
+    """Return runs of two replicas and half the steps, each at the better rate of one replica alone, or of DiLoCo."""
+    alone, diloco = (best(results, grid).lr for grid in short_grids(results, size))
+    usual = {name: run for name, [run] in pairs(results, size, seed).items() if name in SHORT}
+    return {
+        name: [replace(run, steps=USUAL // 2, lr=alone if name == "alone" else diloco)] for name, run in usual.items()
+    }
+
+
+def misses(results: Results, power: float) -> float:
+    """Return by how much the efficiency of half the steps is missed if rounds count as longer by this power of two.
+
+    It is the root of the mean square.
+    """
+    found = pooled([by_method(results, size, {seed: short(results, size, seed) for seed in SEEDS}) for size in SIZES])
+    by_replicas = {2: found}
+    four = efficiencies(results, USUAL // 2, 4)
+    by_replicas[4] = {"diloco e3m0": {every: mean_and_error(four[f"H={every}"]) for every in EVERY}}
+    missed = [
+        mean - efficiency(name, every * 2**power, replicas).mean
+        for replicas, methods in by_replicas.items()
+        for name, by_interval in methods.items()
+        for every, (mean, _) in by_interval.items()
+        if name != "alone"
+    ]
+    return math.sqrt(statistics.mean(one**2 for one in missed))
+
+
 def table(results: Results) -> list[str]:
     lines = [f"| replicas | steps | `alone` | {' | '.join(f'H={every}' for every in EVERY)} |"]
     lines.append("|---" * (len(EVERY) + 3) + "|")
@@ -93,6 +132,9 @@ def main() -> None:
         print("\n".join(table(results)))
         return
     torch.set_num_threads(1)
+    for size in SIZES if USUAL // 2 in chosen.steps and 2 in chosen.replicas else ():
+        do([run for grid in short_grids(results, size) for run in grid], results)
+        do([run for seed in chosen.seeds for [run] in short(results, size, seed).values()], results)
     for replicas in chosen.replicas:
         for steps in chosen.steps:
             lengths_too = ddp_steps(steps)[-2:] if steps > USUAL else []

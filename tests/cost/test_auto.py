@@ -28,14 +28,16 @@ RUN = Measurements(Link(100 * MBIT, 1e-3), (0.05, 0.05), 2, 385_000, 4, 0, 1, 10
         (10_000, 10_000, {"may_average": True, "link": FREE}, "post_local_sgd"),
         (100, 10_000, {}, "diloco"),
         (20, 1_000, {}, "diloco"),  # it waits 9 %, and streaming, which waits for nothing, learns less from a step
-        (5, 10_000, {}, "streaming_diloco"),
-        (1, 10_000, {}, "streaming_diloco"),
-        (20, 10_000, {"parameters": 14_000_000, "step_s": (0.5, 0.5)}, "streaming_diloco"),
+        (5, 10_000, {}, "sparse_loco"),
+        (1, 10_000, {}, "sparse_loco"),
+        (20, 10_000, {"parameters": 14_000_000, "step_s": (0.5, 0.5)}, "sparse_loco"),
+        (20, 300, {"parameters": 14_000_000, "step_s": (0.5, 0.5)}, "streaming_diloco"),
+        (5, 600, {"step_s": (0.06, 0.06)}, "streaming_diloco"),
         (100, 60, {}, "diloco"),
         (20, 20, {"may_average": True}, "diloco"),  # gradients would wait 92 % of the time
         (10_000, 20, {"may_average": True, "link": FREE}, "post_local_sgd"),
         (5, 140, {"parameters": 14_000_000, "step_s": (0.5, 0.5)}, "sparse_loco"),
-        (5, 10_000, {"step_s": (0.05, 0.1)}, "diloco"),
+        (5, 10_000, {"step_s": (0.05, 0.1)}, "sparse_loco"),
         (5, 10_000, {"step_s": (0.05, 0.1), "is_fixed": False}, "diloco"),
         (5, 2_000, {"is_direct": False, "link": Link(5 * MBIT, 0.2)}, "streaming_diloco"),
     ],
@@ -144,7 +146,7 @@ PARAMETERS = 100_000
 
 
 def controller(steps=100_000, settings=CODED):
-    return IntervalController(steps, settings, PARAMETERS)
+    return IntervalController(steps, settings)
 
 
 def after(shares, now, steps=100_000, at=1_000, members=4, settings=CODED):
@@ -228,13 +230,13 @@ def test_goodput_is_near_the_best_again_within_30_rounds_of_a_change_of_the_line
     run = replace(workload(RUN), layers=6)
     rows = {row.outer.recipe: row for row in Rows(run, 5_000).chosen[::-1] if row.outer is not None}
     method, settings, step = rows[name].method, rows[name].outer, 0
-    corrector = IntervalController(100_000, settings, run.parameters)
+    corrector = IntervalController(100_000, settings)
     now = Interval(method.every, method.fragments, method.delay)
     for rate in (100, 10, 100, 10, 2):
         run, found = replace(run, bandwidth_bps=rate * MBIT), []
         for _ in range(60):
             share = cost_of(run, replace(method, every=now.every, delay=now.delay)).utilization
-            kept = efficiency(name_of(settings.recipe, settings.codec, now.delay), now.every, run.parameters, 2).mean
+            kept = efficiency(name_of(settings.recipe, settings.codec, now.delay), now.every, 2).mean
             found.append(kept * share)
             step += now.every // now.fragments
             new = corrector.note(step, now, 1 - share, 2)
@@ -246,7 +248,7 @@ def test_goodput_is_near_the_best_again_within_30_rounds_of_a_change_of_the_line
 
 def test_rounds_of_a_flush_and_those_before_a_change_is_in_force_change_nothing():
     loop = Mock(is_first=True, schedule=Streaming(16, 3, 2))
-    tuner = LineTuner(parameters=PARAMETERS)
+    tuner = LineTuner()
     tuner.chosen(OuterSettings("streaming_diloco", every=16, fragments=3, delay=2), None, 100_000, is_first=False)
     tuner.follow(loop)
     steps = itertools.count()
@@ -269,7 +271,7 @@ def test_rounds_of_a_flush_and_those_before_a_change_is_in_force_change_nothing(
 @pytest.mark.parametrize(("under_way", "shortens"), [(3.0, False), (0.5, True)])
 def test_rounds_that_use_all_of_their_delay_get_no_shorter_one(under_way, shortens):
     settings = OuterSettings("streaming_diloco", every=12, fragments=2, delay=3)
-    corrector = IntervalController(300, settings, 14_000_000)
+    corrector = IntervalController(300, settings)
     now, stall = Interval(12, 2, 3), 0.02
     waiting = stall / (6 + stall)
     hidden = under_way / (6 + stall)

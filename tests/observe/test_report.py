@@ -125,7 +125,7 @@ def test_the_goodput_is_that_of_the_recipe_that_the_run_has_now(run, settings, o
     for number, one in enumerate(options):
         add_lines(folder / "events.jsonl", {"time": T0 + 7 + number, "event": "chosen", "message": "auto", **one})
     found = figures(ObservedRun(folder))
-    assert found.efficiency == (said and efficiency(*said, 1_000_000, 3))
+    assert found.efficiency == (said and efficiency(*said, 3))
     shown = found.efficiency and f"; {found.efficiency.said(found.share('computing'))}; 0.167 replica-hours"
     assert shown is None or shown in str(found)
     assert ("of DDP on a free line" in str(found)) == bool(said)

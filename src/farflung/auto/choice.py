@@ -127,7 +127,7 @@ def _rows(measured: Measurements) -> list[Row]:
     rows = Rows(run, _steps(measured), longest=longest).chosen
     found = [row for row in rows if not row.script and (row.outer is not None or measured.may_average)]
     if longest < _SHORTEST:  # too few steps for a momentum
-        plain = efficiency("local_sgd", longest, run.parameters, run.replicas, _steps(measured)).mean
+        plain = efficiency("local_sgd", longest, run.replicas, _steps(measured)).mean
         return [row for row in found if row.outer is None and row.goodput > plain]
     return found
 
@@ -225,9 +225,9 @@ class IntervalController:
             unknown, so it is taken to be half over at each step.
     """
 
-    def __init__(self, steps: int | None, settings: OuterSettings, parameters: int) -> None:
+    def __init__(self, steps: int | None, settings: OuterSettings) -> None:
         self._known_steps, self._steps = steps, steps or ASSUMED_STEPS
-        self._settings, self._parameters = settings, parameters
+        self._settings = settings
         self._shares, self._hidden = deque[float](maxlen=_WINDOW), deque[float](maxlen=_WINDOW)
         self._before: tuple[Interval, float] | None = None  # what the last change left, and its goodput
         self._number, self._members = 0, 2
@@ -297,7 +297,7 @@ class IntervalController:
 
     def _others(self, now: Interval, stall: float) -> Iterator[Interval]:
         """Yield intervals from half to twice as long; a fragment that is waited for may land later, if any does."""
-        least = max(now.fragments, min(now.every, *measurements(self._name(now), self._parameters, self._members)[1]))
+        least = max(now.fragments, min(now.every, *measurements(self._name(now), self._members)[1]))
         most = max(now.every, self._steps // ROUNDS)
         for every in range(max(least, math.ceil(now.every / 2)), min(most, 2 * now.every) + 1):
             latest, later = max(now.delay and 1, every // LATEST), min(now.delay + math.ceil(stall), 2 * now.delay)
@@ -308,7 +308,7 @@ class IntervalController:
     def _goodput(self, interval: Interval, stall: float) -> float:
         """Return the goodput of an interval whose fragments wait for `stall` steps each."""
         utilization = interval.every / (interval.every + interval.fragments * max(stall, 0.0))
-        kept = efficiency(self._name(interval), interval.every, self._parameters, self._members, self._steps)
+        kept = efficiency(self._name(interval), interval.every, self._members, self._steps)
         return kept.mean * utilization
 
     def _name(self, interval: Interval) -> str:

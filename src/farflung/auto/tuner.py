@@ -35,7 +35,6 @@ class LineTuner:
         planned: returns the steps of the whole run, None if unknown.
         pass_steps: returns those of a pass over the data, None if unknown.
         rates: returns the inner learning rates of the latest step.
-        parameters: how many the model trains.
     """
 
     def __init__(
@@ -43,9 +42,8 @@ class LineTuner:
         planned: Callable[[], int | None] = lambda: None,
         pass_steps: Callable[[], int | None] = lambda: None,
         rates: Callable[[], tuple[float, ...]] = lambda: (),
-        parameters: int = 1,
     ) -> None:
-        self.planned, self.pass_steps, self.rates, self._parameters = planned, pass_steps, rates, parameters
+        self.planned, self.pass_steps, self.rates = planned, pass_steps, rates
         self._loop: weakref.ref[OuterLoop] | None = None
         self._corrector: IntervalController | None = None  # until something is chosen
         self._landed_at, self._step = time.perf_counter(), -1  # of the latest round
@@ -79,7 +77,7 @@ class LineTuner:
             steps: of the whole run; None: unknown.
             is_first: this rank is of the first member.
         """
-        self._corrector = IntervalController(steps, settings, self._parameters)
+        self._corrector = IntervalController(steps, settings)
         if measured is None:
             _note(Kind.CHOSEN, f"continues with {flags_of(settings)}, which the run has chosen.", **_facts(settings))
             return

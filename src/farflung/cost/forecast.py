@@ -17,7 +17,7 @@ from farflung.base.sizes import num_bytes
 from farflung.base.words import counted, in_bytes, in_rate, in_seconds
 from farflung.config.outer import FEW_ROUNDS
 from farflung.config.setting import BOTH_SPELLINGS
-from farflung.cost.evidence import STEPS
+from farflung.cost.evidence import PARAMETERS, STEPS
 from farflung.cost.meeting import MeetingPlace, Prices
 from farflung.cost.methods import Row, Rows, efficiency
 from farflung.cost.model import Workload, needed_bandwidth
@@ -45,7 +45,7 @@ class Forecast:
         self.meeting = meeting  # where replicas meet, if not with each other
         rows = Rows(self.run, steps, bucket_bytes)
         self.rows = rows.chosen
-        self.alone = efficiency("alone", 1, self.run.parameters, self.run.replicas)
+        self.alone = efficiency("alone", 1, self.run.replicas)
         self.utilization = utilization  # for which the bandwidth is given that a method needs
         self.steps = steps  # of the whole run
         if not rows.chosen:
@@ -122,7 +122,7 @@ class Forecast:
                     "efficiency": row.efficiency.mean,
                     "efficiency_error": row.efficiency.error,
                     "efficiency_is_extrapolated": row.efficiency.is_extrapolated,
-                    "efficiency_parameters": row.efficiency.parameters,
+                    "efficiency_parameters": PARAMETERS,
                     "efficiency_replicas": row.efficiency.replicas,
                     "seconds_per_step": cost.seconds_per_step,
                     "utilization": cost.utilization,
@@ -219,7 +219,7 @@ def _tests(*rows: Row) -> str:
     return f"our tests of {' and '.join(tests)} ({STEPS:,} steps, three seeds)"
 
 
-_FAR_LARGER = 10_000_000  # parameters; our tests have 385,000 at most
+_FAR_LARGER = 10_000_000  # parameters
 _FROM_ONE = click.IntRange(1, 1_000_000)
 
 

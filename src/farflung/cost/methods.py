@@ -18,7 +18,7 @@ from farflung.base.sizes import bucket_bytes_for
 from farflung.base.words import counted
 from farflung.codec.wire_sizes import blockwise_bytes, top_k_bytes
 from farflung.config.outer import FEW_ROUNDS, OuterSettings
-from farflung.cost.evidence import EFFICIENCY, STEPS, Measured
+from farflung.cost.evidence import EFFICIENCY, PARAMETERS, STEPS, Measured
 from farflung.cost.model import Cost, Method, Workload, cost_of
 
 _MIB = 2**20
@@ -35,8 +35,7 @@ class Efficiency:
 
     mean: float
     error: float  # its standard error
-    parameters: int  # of the model in these tests
-    replicas: int
+    replicas: int  # in these tests
     is_extrapolated: bool = False  # our tests had more rounds, or another number of replicas
 
     def said(self, utilization: float) -> str:
@@ -47,7 +46,7 @@ class Efficiency:
 
     @property
     def tests(self) -> str:
-        return f"{self.parameters:,} parameters in {counted(self.replicas, 'replica')}"
+        return f"{PARAMETERS[0]:,} to {PARAMETERS[1]:,} parameters in {counted(self.replicas, 'replica')}"
 
 
 @dataclass(frozen=True)
@@ -147,7 +146,7 @@ class Rows:
         self.chosen = tuple(sorted(rows, key=lambda row: row.order))
 
     def _measured(self, kind: _Kind) -> list[int]:
-        return sorted(measurements(kind.name, self._run.parameters, self._run.replicas)[1])
+        return sorted(measurements(kind.name, self._run.replicas)[1])
 
     def _best(self, kind: _Kind, longest: int) -> Row:
         measured = self._measured(kind)
@@ -189,7 +188,7 @@ class Rows:
         steps, size = self._steps, self._given
         config = OuterSettings(kind.recipe, every=every, codec=kind.flag, steps=steps, bucket_bytes=size, **options)
         run, name = self._run, name_of(kind.recipe, kind.flag, delay) or kind.name
-        return Row(cost_of(run, method), config, efficiency(name, every, run.parameters, run.replicas, steps))
+        return Row(cost_of(run, method), config, efficiency(name, every, run.replicas, steps))
 
 
 def synchronizations(run: Workload) -> dict[str, float]:
@@ -209,36 +208,32 @@ def name_of(recipe: str | None, codec: str | None, delay: int = 0) -> str | None
     return f"{found}, late" if found and recipe == _STREAMING and delay > 1 else found
 
 
-def measurements(name: str, parameters: int, replicas: int) -> tuple[tuple[int, int], Measured]:
-    """Return the nearest numbers of parameters and replicas that a method was measured with, and what was, by interval.
-
-    Replicas count first: fewer of them lose less by training apart.
-    """
-    there = [numbers for numbers, by_name in EFFICIENCY.items() if name in by_name]
-    asked = replicas, max(parameters, 1)
-    found = min(there, key=lambda one: [abs(math.log(a / b)) for a, b in zip(reversed(one), asked, strict=True)])
+def measurements(name: str, replicas: int) -> tuple[int, Measured]:
+    """Return the nearest number of replicas that a method was measured with, and what was, by interval."""
+    there = [number for number, by_name in EFFICIENCY.items() if name in by_name]
+    found = min(there, key=lambda number: abs(math.log(number / replicas)))
     return found, EFFICIENCY[found][name]
 
 
-def efficiency(name: str, every: int, parameters: int, replicas: int, steps: int = STEPS) -> Efficiency:
+def efficiency(name: str, every: int, replicas: int, steps: int = STEPS) -> Efficiency:
     """Return a method's efficiency with rounds of `every` steps.
 
     Between two intervals that were measured it is on the straight line over the logarithm of the interval. Beyond them,
     what it is above that of a replica alone falls as rounds get longer.
 
     Args:
-        steps: of the run. In one that is shorter than our tests a round counts as longer by as much: half the steps
-            have as many rounds of half the length, and keep as much. In longer ones it counts as it is.
+        steps: of the run. In one that is shorter than our tests rounds count as longer, by the square root: in a
+            quarter of the steps as twice as long. In longer ones they count as they are.
     """
-    numbers, measured = measurements(name, parameters, replicas)
-    length = every * max(1.0, STEPS / max(steps, 1))
+    number, measured = measurements(name, replicas)
+    length = every * math.sqrt(max(1.0, STEPS / max(steps, 1)))
     near = min(max(length, min(measured)), max(measured))
     below, above = max(one for one in measured if one <= near), min(one for one in measured if one >= near)
     part = math.log(near / below) / math.log(above / below) if above > below else 0.0
     mean, error = (a + part * (b - a) for a, b in zip(measured[below], measured[above], strict=True))
-    alone, _ = EFFICIENCY[numbers]["alone"][1]
+    alone, _ = EFFICIENCY[number]["alone"][1]
     mean = min(mean, alone + (mean - alone) * near / length) if length > near else mean
-    return Efficiency(mean, error, *numbers, is_extrapolated=length != near or replicas != numbers[1])
+    return Efficiency(mean, error, number, is_extrapolated=length != near or replicas != number)
 
 
 def gradients(run: Workload, bucket_bytes: int | None) -> tuple[Row, Row]:
@@ -247,7 +242,7 @@ def gradients(run: Workload, bucket_bytes: int | None) -> tuple[Row, Row]:
     narrow = replace(method, name="DDP bf16", bits=16)
     bucket = [] if bucket_bytes is None else [f"bucket_cap_mb={math.ceil(bucket_bytes / _MIB)}"]
     hook = [*bucket, "comm_hook=DDPCommunicationHookType.BF16"]
-    exact, rounded = (efficiency(name, 1, run.parameters, run.replicas) for name in ("DDP", "DDP bf16"))
+    exact, rounded = (efficiency(name, 1, run.replicas) for name in ("DDP", "DDP bf16"))
     return (
         Row(cost_of(run, method), None, exact, script=_handler(bucket) if bucket else ""),
         Row(cost_of(run, narrow), None, rounded, script=_handler(hook)),

@@ -105,7 +105,7 @@ class Driver:
         self._is_adapter = 2 * trained < sum(parameter.numel() for parameter in model.parameters())
         if recipe.is_undecided:
             tuner = LineTuner(
-                planned, self.pass_steps, lambda: tuple(float(group["lr"]) for group in inner.param_groups), trained
+                planned, self.pass_steps, lambda: tuple(float(group["lr"]) for group in inner.param_groups)
             )
         chooser = None if tuner is None else RecipeTrial(tuner)
         self.loop = OuterLoop(

@@ -178,8 +178,8 @@ def _efficiency(run: ObservedRun, replicas: int) -> Efficiency | None:
             now = former | options | named
     numbers = (str(now.get(name)) for name in ("every", "delay", "steps"))
     every, delay, planned = (int(text) if text.isdecimal() else 0 for text in numbers)
-    model, name = model_of(run), name_of(now.get("recipe"), now.get("codec"), delay)
-    if model is None or name is None or not every:
+    name = name_of(now.get("recipe"), now.get("codec"), delay)
+    if name is None or not every:
         return None
     steps = planned or max([STEPS, *(one.step for one in run.ranks)])
-    return efficiency(name, every, model["parameters"], replicas, steps)
+    return efficiency(name, every, replicas, steps)
