@@ -159,6 +159,26 @@ def leave_again_and_again(by_all, recipe):
     return first, last
 
 
+def leave_an_older_loop():
+    """One loop fails while a younger one trains; then another begins, and both end."""
+    younger = None
+    with suppress(MemoryError), OuterLoop(linear(), diloco(2)) as older:
+        younger = OuterLoop(linear(), diloco(2))
+        older.step()
+        raise MemoryError
+    for _ in range(2):
+        with OuterLoop(linear(), diloco(2)) as again:
+            for _ in range(3):
+                again.step()
+                younger.step()
+    younger.close()
+    return True
+
+
+def test_a_loop_may_fail_while_a_younger_one_trains():
+    assert run_ranks(leave_an_older_loop, 2) == [True, True]
+
+
 @pytest.mark.parametrize("recipe", [diloco(2), streaming_diloco(4, 2, delay=1)], ids=["diloco", "streaming"])
 @pytest.mark.parametrize("by_all", [True, False])
 def test_loops_left_by_exceptions_leave_nothing_open(by_all, recipe):

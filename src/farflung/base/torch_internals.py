@@ -288,6 +288,12 @@ def num_groups() -> int:
     return len(taken(taken(dist.distributed_c10d, "_world", _GROUPS), "pg_names", _GROUPS))
 
 
+def newest_group() -> dist.ProcessGroup:
+    """Return the process group that this rank has joined last, of those that are left."""
+    groups: dict[dist.ProcessGroup, str] = taken(taken(dist.distributed_c10d, "_world", _GROUPS), "pg_names", _GROUPS)
+    return next(reversed(groups))
+
+
 def _names_count_what_was_made() -> bool:
     """Return whether groups that some ranks make are named by how many were made, not by `num_groups` (until 2.13)."""
     world = taken(dist.distributed_c10d, "_world", _GROUPS)

@@ -18,7 +18,13 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from farflung.base.causes import Cause, cause_of, gloo_limit_s
 from farflung.base.errors import CollectiveMismatch, FarflungError, RankFailure, StateError
-from farflung.base.torch_internals import add_joint_axis, group_serial, num_collectives, raise_group_serial
+from farflung.base.torch_internals import (
+    add_joint_axis,
+    group_serial,
+    newest_group,
+    num_collectives,
+    raise_group_serial,
+)
 from farflung.comm.c10d_group import WATCH_S, C10dGroup, transport_said
 from farflung.comm.group import Group
 from farflung.comm.presence import PresenceStore
@@ -53,6 +59,12 @@ def _shared_state_of(group: weakref.ref[dist.ProcessGroup]) -> SharedState:
 def _closed_groups() -> list[str]:
     """Return the one list of the names of groups that were closed, and whose keys are still in the store."""
     return []
+
+
+@cache
+def _aborted_groups() -> weakref.WeakSet[dist.ProcessGroup]:
+    """Return the one set of the groups that are to be destroyed once no younger one is left."""
+    return weakref.WeakSet()
 
 
 class TorchGroup(C10dGroup):
@@ -164,7 +176,10 @@ class TorchGroup(C10dGroup):
         # Its name may come again, and whoever connects under it must not read where these ranks listened.
         _closed_groups().append(self._name)
         self.waits.part(self._name)
-        dist.destroy_process_group(self.pg)
+        _aborted_groups().add(self.pg)
+        # torch names a group by how many there are: if an older one went, the next would get the name of the youngest.
+        while (newest := newest_group()) in _aborted_groups():
+            dist.destroy_process_group(newest)
 
     def hand_over(self) -> Callable[[Future[None]], None]:
         wait = self.waits.enter(handed_over(self._name), "")
