@@ -2,6 +2,7 @@
 """A model that changes while its loop is open: what is new takes part from the next round on, on all ranks alike."""
 
 import copy
+import time
 import warnings
 from contextlib import contextmanager
 from dataclasses import replace
@@ -12,7 +13,7 @@ from torch import nn
 from torch.nn.utils import parametrize, prune
 
 from farflung.base.errors import CollectiveMismatch, StateError
-from farflung.methods.recipes import diloco, eager_diloco, hierarchical, local_sgd, post_local_sgd
+from farflung.methods.recipes import diloco, eager_diloco, hierarchical, local_sgd, post_local_sgd, streaming_diloco
 from farflung.outer import Every, Identity, OuterLoop, by_bytes
 from farflung.testing.sim import run_replicas
 from tests.outer.replicas import on_replicas, same, shift, values
@@ -244,6 +245,24 @@ def test_the_anchor_of_a_new_parameter_begins_at_the_mean_of_all_ranks(group):
     outer.step()
     assert model.head.weight.item() == 1.25  # 0.5 + 0.5 * (1 + 0.5 * 1), Nesterov's step with a fresh momentum
     outer.detach()
+
+
+def replaced_under_way(group):
+    """A layer is replaced while both fragments are under way, on rank 1 behind the other's steps."""
+    model = Net()
+    with OuterLoop(model, streaming_diloco(6, 2, delay=5), group) as outer:
+        for step in range(26):
+            if step == 7:
+                model.last = nn.Linear(4, 4)
+            if group.rank:
+                time.sleep(1e-3)
+            shift([model.first.weight], (group.rank + 1) * 2.0**-4)
+            outer.step()
+    return values(model)
+
+
+def test_a_model_may_change_while_several_fragments_are_under_way():
+    assert same(*run_replicas(replaced_under_way, 2))
 
 
 @either
