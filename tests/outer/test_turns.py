@@ -10,11 +10,22 @@ import torch
 from torch import nn
 
 from farflung.base.errors import CollectiveMismatch
-from farflung.outer import OuterLoop, Recipe, Streaming, by_bytes, diloco, local_sgd, noloco
+from farflung.outer import (
+    OuterLoop,
+    Recipe,
+    Streaming,
+    by_bytes,
+    diloco,
+    eager_diloco,
+    local_sgd,
+    noloco,
+    streaming_diloco,
+)
 from farflung.testing.sim import run_replicas
 from tests.outer.replicas import on_replicas, same, values
 from tests.recipes import RECIPES
 
+LATE = streaming_diloco(4, 2, delay=3)  # the next fragment is sent before one has landed
 NUMEL = {"first": 4 * 6 + 6, "second": 6 * 3 + 3}
 
 
@@ -201,7 +212,9 @@ def resumed(group, recipe, stop):
 
 
 @pytest.mark.parametrize("at", [5, 8, 9, 13])
-@pytest.mark.parametrize("recipe", [local_sgd(3), diloco(3)], ids=["local_sgd", "diloco"])
+@pytest.mark.parametrize(
+    "recipe", [local_sgd(3), diloco(3), eager_diloco(3), LATE], ids=lambda one: type(one.schedule).__name__
+)
 def test_a_run_resumed_in_any_turn_is_like_one_that_was_not_stopped(recipe, at):
     whole, again = (run_replicas(resumed, 2, recipe, stop) for stop in (None, at))
     assert all(map(same, whole, again))

@@ -175,9 +175,13 @@ class TrainedSet:
         self.names, self.ever = names, self.ever | names
         self._before = {name: value for name, value in self._before.items() if name in self.places.keys() - names}
 
-    def resting(self, own: bool) -> dict[str, Tensor]:
-        """Return what was trained once and is not exchanged now, as it is on this rank or as was agreed on, by name."""
-        names = (self.ever | set(self.names_of_moves())) - self.names
+    def resting(self, own: bool, coming: Collection[str] = ()) -> dict[str, Tensor]:
+        """Return what was trained once and is not exchanged now, as it is on this rank or as was agreed on, by name.
+
+        Args:
+            coming: the names of what rounds under way exchange for the first time.
+        """
+        names = self.ever.union(self.names_of_moves(), coming) - self.names
         there = {name: local(place.get()).detach() for name, place in self.places.items() if name in names}
         return there if own else there | self._before
 
@@ -187,8 +191,8 @@ class TrainedSet:
         values = [value.clone() for value in rest.values()]
         return {"names": {"rest": [row_of(self.places[name]) for name in rest]}, "agreed": {"rest": [values]}}
 
-    def state_dict(self) -> dict[str, Any]:
-        kept = {"rest": self.resting(own=True), "before": self._before}
+    def state_dict(self, coming: Collection[str]) -> dict[str, Any]:
+        kept = {"rest": self.resting(True, coming), "before": self._before}
         copies = {kind: {name: value.clone() for name, value in values.items()} for kind, values in kept.items()}
         return {"names": self.names_of_moves(), **copies}
 
@@ -262,6 +266,9 @@ class TrainedProposal:
     def accept(self, names: set[str], cap_bytes: int) -> None:
         self.accepted = names
         self.coming = NewParameters(buckets_of(self.trained.coming(names), cap_bytes, None), self.trained.aggregator)
+
+    def state_dict(self) -> dict[str, list[str]]:
+        return {"names": sorted(self.names), "accepted": sorted(self.accepted or ())}
 
     def anchors(self) -> dict[int, Tensor]:
         """Return the mean of each parameter that has come, `[numel]`, by its id: of one rank alone, its value."""

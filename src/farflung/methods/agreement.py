@@ -322,17 +322,17 @@ class NewParameters(Averaged):
 
     def __init__(self, buckets: Buckets, aggregator: Aggregator) -> None:
         super().__init__(buckets, aggregator, Identity())
-        self._sent: dict[int, Tensor] = {}
+        self.before: dict[int, Tensor] = {}  # what was sent, by bucket
         self.means: dict[int, Tensor] = {}  # that were applied, by bucket
 
     def prepare(self, k: int, group: Group) -> Payload:
         payload = super().prepare(k, group)
-        self._sent[k] = payload.values.clone()
+        self.before[k] = payload.values.clone()
         return payload
 
     def apply(self, k: int, payload: Payload, result: Tensor, divisor: float) -> None:
         mean = self.means[k] = result / divisor
-        sent = self.buckets.cut(k, self._sent.pop(k))
+        sent = self.buckets.cut(k, self.before.pop(k))
         for local, value, before in zip(self.buckets.pieces(k), self.buckets.cut(k, mean), sent, strict=True):
             local.copy_(torch.where(local == before, value, local + (value - before)))  # with the steps made meanwhile
 

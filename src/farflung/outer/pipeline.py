@@ -15,7 +15,7 @@ from torch import Tensor
 from farflung.comm.group import Group
 from farflung.exchanged.bound import BoundFragment
 from farflung.methods.aggregate import Lengths, RadialMean
-from farflung.methods.agreement import Averaged, Payload, Pending
+from farflung.methods.agreement import Averaged, NewParameters, Payload, Pending
 from farflung.methods.weighting import Decision
 from farflung.outer.stats import Meter
 from farflung.votes.ballot import Island
@@ -93,7 +93,7 @@ class Pipeline:
             self._queue.popleft()
         self.fill()
 
-    def extend(self, coming: Averaged, weight: float) -> None:
+    def extend(self, coming: NewParameters, weight: float) -> None:
         """Queue parameters that are exchanged for the first time, after all others."""
         self._queue.extend(Bucket(coming, COMING, k, weight) for k in range(len(coming.buckets)))
         self.fill()
@@ -170,17 +170,21 @@ class Pipeline:
             self.num_landed += 1
 
     def state_dict(self) -> list[tuple[Any, ...]]:
-        """Return copies of the buckets that have arrived, without parameters that can come with the next round too."""
-        there = [one for one in self.arrived if one.kind != COMING]
-        return [
-            (one.kind, one.k, one.payload.weight, one.payload.values.clone(), one.result.clone(), one.divisor)
-            for one in there
-        ]
+        """Return copies of the buckets that have arrived."""
+        found = []
+        for one in self.arrived:
+            values = one.agreement.before[one.k] if isinstance(one.agreement, NewParameters) else one.payload.values
+            found.append((one.kind, one.k, one.payload.weight, values.clone(), one.result.clone(), one.divisor))
+        return found
 
-    def load_state_dict(self, state: list[tuple[Any, ...]], mean_square: float | None) -> None:
+    def load_state_dict(
+        self, state: list[tuple[Any, ...]], mean_square: float | None, coming: NewParameters | None = None
+    ) -> None:
         self.mean_square, self._lengths = mean_square, None
         for kind, k, weight, values, result, divisor in state:
-            bucket = Bucket(self._fragment.agreements[kind], kind, k, weight)
+            if coming is not None and kind == COMING:
+                coming.before[k] = values.clone()
+            bucket = Bucket(coming if coming and kind == COMING else self._fragment.agreements[kind], kind, k, weight)
             flat = bucket.agreement.buckets.flat(k).copy_(values)
             bucket.result, bucket.divisor = result.to(flat.device), divisor
             bucket.payload = Payload(flat, None, bucket.result, weight)

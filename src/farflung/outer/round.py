@@ -332,6 +332,7 @@ class OpenRound:
             "square": self._square,
             "stats": replace(self.meter.stats(), seconds_total=0.0).saved(),
             "arrived": self._pipeline.state_dict(),
+            **({} if self.wish is None or self.wish.accepted is None else {"wish": self.wish.state_dict()}),
             **({} if self._pipeline.mean_square is None else {"mean_square": self._pipeline.mean_square}),
         }
 
@@ -340,7 +341,11 @@ class OpenRound:
         self.tally = None if state["tally"] is None else Tally(**state["tally"])
         self.meter.load(state["stats"])
         self._square, self._history = state.get("square"), state.get("history")
-        self._pipeline.load_state_dict(state["arrived"], state.get("mean_square"))
+        coming = None
+        if self.wish is not None:
+            self.wish.accept(set(state["wish"]["accepted"]), self._fragment.weights.buckets.cap_bytes)
+            coming = self.wish.coming
+        self._pipeline.load_state_dict(state["arrived"], state.get("mean_square"), coming)
         self.phase = Phase.LOADED
 
     def record(self, number: int, **changes: Any) -> Round:

@@ -78,6 +78,7 @@ class Rounds:
         change = self.replica.change()
         if change is not None:
             if change.must_agree:
+                self.quorum.run(*(partial(self._wait, one) for one in self._open))  # they vote by the old description
                 # Ranks whose model has not changed know nothing of this, so it goes the way of any other round.
                 self._launch(RoundRequest(action, position, finished, change))
                 self.quorum.run(partial(self._wait, number))
@@ -325,9 +326,10 @@ class Rounds:
         # What will never arrive, and was sent with it, counts as not sent.
         waits = [partial(self._wait, number) for number in self._open]
         self.quorum.run(partial(self.quorum.run, *waits), raises=False)
+        coming = {name for one in self._open.values() if one.wish is not None for name in one.wish.accepted or ()}
         return {
             "num_votes": self.quorum.needs.num_votes,
-            "trained": self.replica.trained.state_dict(),
+            "trained": self.replica.trained.state_dict(coming),
             "open": {number: this.state_dict() for number, this in self._open.items()},
             "fragments": [fragment.state_dict() for fragment in self.replica.fragments],
         }
@@ -361,9 +363,9 @@ class Rounds:
         for number, saved in state["open"].items():
             request = RoundRequest(Launch(number, saved["level"]), saved["step"])
             fragment, ballot = self.replica.fragments[number], Ballot(**saved["ballot"])
-            this = OpenRound(
-                fragment, self.quorum.generation, self.recipe, ballot, request, list(saved["claimed_weight"])
-            )
+            wish = TrainedProposal(self.replica.trained, set(saved["wish"]["names"])) if "wish" in saved else None
+            weight = list(saved["claimed_weight"])
+            this = OpenRound(fragment, self.quorum.generation, self.recipe, ballot, request, weight, wish=wish)
             this.load_state_dict(saved)
             self._open[number] = this
 
