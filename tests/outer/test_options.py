@@ -98,6 +98,26 @@ def one_model(ranks, steps):
     return values(model)
 
 
+def flushed_in_epochs(group, warmup):
+    """Three epochs, of which rank 1 has one batch more."""
+    model = linear()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with OuterLoop(model, post_local_sgd(warmup, 4), group).attach(optimizer) as outer:
+        for step in [step for epoch in range(3) for step in (*range(5 + group.rank), None)]:
+            if step is None:
+                outer.flush()
+                continue
+            model(torch.full((2, model.in_features), float(step + group.rank))).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    return values(model)
+
+
+@pytest.mark.parametrize("warmup", [4, 6, 7, 12])
+def test_a_flush_may_end_a_warm_up_that_another_rank_has_ended(warmup):
+    assert same(*run_replicas(flushed_in_epochs, 2, warmup))
+
+
 @pytest.mark.law("warm-up-is-ddp")
 def test_a_warm_up_is_plain_data_parallelism():
     got = run_replicas(warmed, 2, 3)[0][0][-1]

@@ -6,6 +6,7 @@ from functools import partial
 import pytest
 import torch
 
+from farflung.base.errors import StateError
 from farflung.comm.group import SoloGroup
 from farflung.outer import OuterLoop, diloco
 from farflung.testing.sim import run_replicas
@@ -124,6 +125,14 @@ def test_weights_that_a_script_has_set_are_evaluated_as_they_are():
     outer.change_schedule(4)
     outer.close()
     assert same(given, values(model))
+
+
+def test_a_state_of_the_weights_to_evaluate_is_refused():
+    model = linear()
+    with OuterLoop(model, diloco(4), SoloGroup()) as outer:
+        with outer.synced(), pytest.raises(StateError, match=r"state_dict\(\) within synced\(\)"):
+            outer.state_dict()
+        assert outer.state_dict()
 
 
 def seen_on(group, sizes):

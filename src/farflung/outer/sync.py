@@ -48,6 +48,7 @@ class Sync:
         num_flushes: how many this rank has come to; those that had ended before it met the others count.
         joined_in: the latest generation that it has entered as a newcomer, and done what was due then.
         flushed_at: the position of the last flush, or of the start; until the next step the model has the anchor.
+        num_lent: how many blocks are under way in which the model has the values to evaluate.
     """
 
     timetable: Timetable
@@ -60,6 +61,7 @@ class Sync:
     num_flushes: int = 0
     joined_in: int = -1
     flushed_at: int = 0
+    num_lent: int = 0
 
     @property
     def replica(self) -> Replica:
@@ -202,6 +204,7 @@ class Sync:
                     self.quorum.together(partial(self._make_equal, last), timetable.end_flush)
             self.run(())  # what the others do next, if they have ended it without this rank
         self.flushed_at = timetable.position
+        self.warmup.is_over = not self.warmup.is_on  # the others' steps may have ended it
 
     def _make_equal(self, last: int) -> int:
         """Make all replicas equal, once none has any more data: an act of all members, which may begin again.
@@ -353,8 +356,12 @@ class Sync:
             if not (is_common or is_set):
                 self.lend(coming, own)
 
-        with replica.kept(coming, lend):
-            yield
+        self.num_lent += 1
+        try:
+            with replica.kept(coming, lend):
+                yield
+        finally:
+            self.num_lent -= 1
 
     @unrecorded()
     def lend(self, coming: Sequence[TensorPlace] = (), own: Sequence[tuple[Tensor, Tensor]] = ()) -> None:
