@@ -159,7 +159,6 @@ PREPARE = [
 
 LOOP = [
     ("k.accelerator.accumulate(5)", "accumulate", "5", "accumulate(model)"),
-    ("k.accelerator.accumulate([k.model])", "accumulate", "list", "accumulate(*"),
     ("k.accelerator.accumulate(nn.Linear)", "accumulate", "Linear"),
     ("entered(k.accelerator.accumulate(k.model, 5))", "accumulate", "5"),
     ("k.accelerator.no_sync(None)", "no_sync", "None"),

@@ -97,7 +97,7 @@ def distilling(accelerator=None):
             if number % 2 == 0:
                 continue
         else:
-            with accelerator.accumulate(*prepared[1:]):
+            with accelerator.accumulate([prepared[1], None], *prepared[2:]):
                 accelerator.backward(loss)
         norms.append(float(clip([p for model in bare for p in model.parameters()], 0.05)))
         for optimizer in optimizers:

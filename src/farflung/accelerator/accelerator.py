@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
@@ -244,9 +244,10 @@ class Accelerator(AcceleratorProperties, OuterMethods, Checkpointing, TrackerMet
 
     # ---- the loop
 
-    def accumulate(self, *models: nn.Module) -> Accumulate:
+    def accumulate(self, *models: nn.Module | Sequence[nn.Module | None] | None) -> Accumulate:
         """Count a micro-batch; gradients of `models` are synchronized when it completes its window."""
-        resolved = tuple([self._run.resolve(model) for model in models])
+        listed = [one for given in models for one in (given if isinstance(given, (list, tuple)) else [given])]
+        resolved = tuple([self._run.resolve(model) for model in listed if model is not None])
         return Accumulate(self._loop, resolved, self._strategy.no_sync if self._distributed else None)
 
     def no_sync(self, model: nn.Module) -> AbstractContextManager[Any]:

@@ -37,9 +37,7 @@ class Accumulate:
     ) -> None:
         for model in models:
             if not isinstance(model, nn.Module):
-                several = isinstance(model, (list, tuple))
-                wanted = f"an nn.Module, as in accumulate({'*models' if several else 'model'})"
-                raise wrong_type("accumulate: model", model, wanted)
+                raise wrong_type("accumulate: model", model, "an nn.Module, as in accumulate(model)")
         self._state = state
         self._models = models
         self._no_sync = no_sync
