@@ -156,6 +156,29 @@ def test_the_main_process_loads_alone(saved):
     assert "rank 0 loaded it alone: the weights of other processes stay as they are" in main[3]
 
 
+@on_ranks(2, connect=False)
+def test_a_state_is_saved_by_the_main_process_and_loaded_by_each_after_training_has_ended(tmp_path):
+    run = Run()
+    run.steps(1)
+    trained = run.weights
+    run.accelerator.end_training()
+    assert run.accelerator.save_state(tmp_path / f"rank_{run.is_main}") == str(tmp_path / f"rank_{run.is_main}")
+    assert (tmp_path / f"rank_{run.is_main}").exists() is run.is_main
+    if run.is_main:
+        run.model.load_state_dict({name: 0 * value for name, value in run.model.state_dict().items()})
+        run.accelerator.load_state(tmp_path / "rank_True")
+        assert run.weights == trained
+        assert own_states(tmp_path / "rank_True") == ["rank_0.bin"]
+
+
+@on_ranks(2, connect=False)
+def test_shards_can_not_be_saved_after_training_has_ended(tmp_path):
+    run = Run(fsdp_plugin=FullyShardedDataParallelPlugin())
+    run.accelerator.end_training()
+    with pytest.raises(StateError, match=r"save_state: it needs every process.*before end_training"):
+        run.accelerator.save_state(tmp_path / "shards")
+
+
 def test_a_part_that_all_have_written_and_that_is_gone_is_still_an_error(saved, tmp_path):
     folder, _ = saved
     shutil.copytree(folder / "epoch", tmp_path / "epoch")

@@ -131,7 +131,11 @@ class Checkpointer:
         """Return the ranks that make a call together, this one or all, and which ranks make it."""
         world = self._run.world
         made: Made = "all"
-        if isinstance(world.group, TorchGroup):
+        if isinstance(world.group, TorchGroup) and not world.group.is_default:  # it is destroyed
+            if required := self._required(call):
+                raise StateError(f"{call}: it needs every process, as {required}. Call it before end_training().")
+            made = "some"
+        elif isinstance(world.group, TorchGroup):
             made = match(world.group, call, None if what is None else os.fspath(what), self._required(call))
         if made == "all":
             flushed(world.exchange)
@@ -158,12 +162,11 @@ class Checkpointer:
         self._said_alone = True
         rank, leader = self._run.world.rank, self._everyone.leader
         steps = ", and what they have trained since the last round" if self._has_replicas else ""
-        missing = f"the random states and the positions in the data of processes that did not call save_state{steps}"
+        missing = f"the random states and the positions in the data of the other processes{steps}"
         text = f"rank {rank} saved to {folder} alone: it lacks {missing}"
         if rank != leader:
-            text = (
-                f"rank {leader} saved without rank {rank}, as not all processes called save_state: it lacks {missing}"
-            )
+            why = "as not all processes called save_state, or only after end_training()"
+            text = f"rank {leader} saved without rank {rank}, {why}: it lacks {missing}"
         record(Kind.WARNING, message=text)
 
     def _facts(self) -> dict[str, Any]:
