@@ -307,14 +307,33 @@ def test_new_ranks_and_a_pass_that_was_over_are_told_in_words(folder):
     run_ranks(written, 2, folder, {}, 6, None)  # all batches of a pass
     said = "".join(printed for *_, printed in run_ranks(taken_up, 4, folder, {}))
     assert said.count("ranks 2 and 3 are new: their random numbers begin streams of their own") == 1
-    assert said.count("continues after the last batch of epoch 0: the first loop over it ends immediately") == 1
+    assert said.count("continues after the last batch of epoch 0: epoch 1 begins, or if the script reads .it") == 1
 
 
-def test_a_pass_over_a_stream_that_was_over_ends_at_once_on_other_ranks(folder):
+def test_a_pass_over_a_stream_that_was_over_is_followed_by_the_next_one_on_other_ranks(folder):
     settings = {"kind": "stream", "dispatch": False}
     run_ranks(written, 2, folder, settings, 6, None)
     ((epochs, *_),) = run_ranks(taken_up, 1, folder, settings)
-    assert [len(epoch) for epoch in epochs] == [0, 24]
+    assert [len(epoch) for epoch in epochs] == [24, 24]
+
+
+@pytest.mark.parametrize(
+    ("by_hand", "lost"), [(0, None), (3, "skipped 3 batches after a resume.*Delete the `continue`")]
+)
+def test_a_script_that_skips_what_the_loader_has_skipped_is_warned(by_hand, lost, folder):
+    accelerator, layer = Accelerator(cpu=True), torch.nn.Linear(1, 1)
+    loader, held_out = accelerator.prepare(*(DataLoader(torch.ones(9, 1)) for _ in range(2)))
+    for step, _ in enumerate(zip(loader, held_out, strict=True), 1):
+        if step == 3:
+            accelerator.save_state(folder)
+            break
+    accelerator.load_state(folder)
+    for _ in held_out:  # never trained on
+        pass
+    with pytest.warns(UserWarning, match=lost) if lost else nullcontext():
+        for step, batch in enumerate(loader):
+            if step >= by_hand:
+                accelerator.backward(layer(batch).sum())
 
 
 def test_a_loop_that_loads_a_checkpoint_continues_with_its_own_batches(folder, capsys):

@@ -132,12 +132,13 @@ def seed():
     random.seed(5), np.random.seed(5), torch.manual_seed(5)
 
 
-def gone_on(make, state, epoch, epochs=3, skip=None):
-    """The steps from a state on, by epoch."""
+def gone_on(make, state, epoch, epochs=3, skip=None, asks=True):
+    """The steps from a state on, by epoch; `asks` says whether the script has its first epoch from the loader."""
     torch.manual_seed(99), random.seed(99), np.random.seed(99)
     loader = make()
     loader.load_state_dict(state[0])
     rng.write(state[1])
+    assert not asks or skip is not None or loader.iteration >= epoch
     seen = []
     for number in range(epoch, epochs):
         active = skip_first_batches(loader, skip) if skip is not None and number == epoch else loader
@@ -151,6 +152,8 @@ def check(make, pick=1):
     for epoch, done, where, state in states[::pick]:
         expected = [seen[epoch][done:], *seen[epoch + 1 :]]
         assert gone_on(make, state, epoch) == expected, f"{where} epoch {epoch}, after {done}"
+        if where == "inside" and done == len(seen[epoch]):  # scripts divide their steps by those of an epoch
+            assert gone_on(make, state, epoch + 1, asks=False) == expected[1:], f"after epoch {epoch}"
 
 
 def shuffled(generator=None, drop_last=False, **settings):

@@ -4,6 +4,8 @@
 from __future__ import annotations
 
 import copy
+import sys
+import warnings
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -88,7 +90,12 @@ class PreparedLoader(LoaderView):
 
     @property
     def iteration(self) -> int:
-        """The number of the epoch that is under way, or of the next one when none is."""
+        """The number of the epoch that is under way, or of the next one when none is.
+
+        After the last batch of a checkpoint's epoch, the first loop is what is left of that one, nothing, if the script
+        reads this; otherwise it is the next epoch.
+        """
+        self._state.has_asked = True
         return self._progress.epoch
 
     @iteration.setter
@@ -119,10 +126,10 @@ class PreparedLoader(LoaderView):
         state, progress = self._state, self._progress
         progress.settle()
         state.begin(self)
-        under_way = progress.begin(self, self._agree)
+        under_way = progress.begin(self, self._agree, state.has_asked)
         self._show(under_way)
         state.enter(under_way)
-        one_at_a_time = self.base_dataloader.persistent_workers
+        one_at_a_time, untrained = self.base_dataloader.persistent_workers, state.backwards
         try:
             for batch, last, real in self._stream(under_way):
                 under_way.end_of_dataloader, under_way.remainder = last, real
@@ -132,6 +139,9 @@ class PreparedLoader(LoaderView):
                 if last is not self.end_of_dataloader or real != self.remainder:
                     self._show(under_way)
                 yield batch
+                if at is not None and state.backwards > untrained:  # the first batch that was trained on
+                    _warn_of_skipping(under_way.num_batches - 1, at.batches)
+                    untrained = sys.maxsize
                 state.asked_for_next(under_way)
                 if one_at_a_time and progress.newest is not under_way:
                     raise StateError(
@@ -166,6 +176,7 @@ class PreparedLoader(LoaderView):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Continue from a state; if it is no such state, raise KeyError, TypeError or ValueError and change nothing."""
         self._progress.load_state_dict(self.base_source, state_dict)
+        self._state.has_asked = False
         if self._progress.host is not None:
             self._state.resumed_in = self
 
@@ -183,6 +194,16 @@ class PreparedLoader(LoaderView):
     def _stream(self, one: Iteration) -> Iterator[tuple[Any, bool, int]]:
         """Yield batches on the device, whether each is the last, and how much of its round is no padding (0: all)."""
         raise NotImplementedError
+
+
+def _warn_of_skipping(skipped: int, position: int) -> None:
+    """Warn if a script has passed by, after a resume, as many batches as the resumed loader has left out already."""
+    if skipped == position > 1:
+        warnings.warn(
+            f"The script has skipped {position} batches after a resume, though the loader continues after as many by "
+            "itself: they are lost to training. Delete the `continue` that skips them.",
+            stacklevel=3,
+        )
 
 
 class DataLoaderShard(PreparedLoader):

@@ -93,6 +93,7 @@ class LoopState:
         self.ends: UnevenDataCheck | None = None  # if ranks say that their data end; None: there is one rank
         self._observers: WeakKeyDictionary[Observer, None] = WeakKeyDictionary()  # in the order they came
         self.counts_samples = False  # `samples_of` is wanted
+        self.has_asked = False  # the script has read a loader's epoch since its state was loaded
         self.backwards = 0  # passes; what an optimizer has not stepped on since is unfinished
         self.keeps_loss = False  # `loss` is wanted
         self.loss: tuple[Tensor, float | Tensor] | None = None  # of the latest `backward`, with its number of items

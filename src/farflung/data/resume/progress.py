@@ -34,6 +34,7 @@ class Progress:
         self.position: Position | None = None  # where the next iteration continues, once a state was loaded
         self.host: dict[str, Any] | None = None  # random states with which it starts, whatever was drawn since then
         self.chosen: int | None = None  # the epoch that was chosen for it, if nothing is left of that of `position`
+        self.may_be_over = False  # nothing is left of that epoch, and the next one begins unless the script counts so
         self.newest: Iteration | None = None  # the one that began last
         self.run_number: int | None = None  # of the loader among those of its run; None: it is in none
 
@@ -46,6 +47,7 @@ class Progress:
 
     def choose(self, number: int) -> None:
         """Make the next iteration epoch `number`. A loaded position stays if it is in that epoch."""
+        self.may_be_over = False
         if self.position is not None and number != self.number:
             if self.position.ended:
                 self.chosen = number
@@ -60,17 +62,21 @@ class Progress:
         if self.under_way and self.position is None:
             self.choose(self.number + 1)
 
-    def begin(self, loader: Any, agree: Callable[[], None] | None) -> Iteration:
-        """Start an iteration, or continue the loaded one; `agree` makes ranks draw the same random order."""
+    def begin(self, loader: Any, agree: Callable[[], None] | None, has_asked: bool) -> Iteration:
+        """Start an iteration, or continue the loaded one; `agree` makes ranks draw the same random order.
+
+        After the last batch, this is the rest of its epoch for scripts that `has_asked` for it; else the next epoch.
+        """
         source, skip, exactly = loader.base_source, loader.skip_batches, loader.skips_exactly
         position, self.position = self.position, None
         if self.host is not None:
             rng.write(self.host)
             self.host = None
-        is_passed = self.chosen is not None or (exactly and position is not None and skip < position.batches)
-        if position is not None and position.ended and is_passed:
-            self._run_out(loader, position)
-            position = None
+        if position is not None and position.ended:
+            is_passed = skip < position.batches if exactly else self.may_be_over and not has_asked
+            if is_passed or self.chosen is not None:
+                self._run_out(loader, position)
+                position = None
         now = RandomStates.of(source)
         if position is not None:
             skip = skip if exactly else position.batches
@@ -90,7 +96,7 @@ class Progress:
     def _run_out(self, loader: Any, position: Position) -> None:
         """Run an exhausted iteration to its end, so that its generators are where it leaves them."""
         chosen, self.chosen = self.chosen, None
-        self.position = position
+        self.position, self.may_be_over = position, False
         whole: Any = copy.copy(loader)
         whole.__dict__.update(skip_batches=0, skips_exactly=False)
         list(whole)
@@ -162,6 +168,7 @@ class Progress:
         _set_orders(source, saved["generators"], saved["seeds"])
         self.number, self.under_way, self.position, self.chosen = number, under_way, position, None
         self.host = host
+        self.may_be_over = position is not None and position.ended and host is None  # an inner loop is entered again
         workers = self.workers
         workers.were_started, workers.states, workers.is_loaded = were_started, states, True
 
@@ -187,7 +194,10 @@ class Progress:
         except TypeError:  # a stream that does not know its length
             total = ""
         if position.ended:
-            return f"continues after the last batch of epoch {epoch}: the first loop over it ends immediately"
+            loop = "the first loop over it ends immediately"
+            return f"continues after the last batch of epoch {epoch}: " + (
+                f"epoch {epoch + 1} begins, or if the script reads .iteration, {loop}" if self.may_be_over else loop
+            )
         where = f"continues after batch {position.batches}{total} of epoch {epoch}"
         where += ", with the one that was in hand" if position.again else ""
         now = loader.base_dataloader.num_workers
