@@ -80,14 +80,27 @@ def test_restoring_gives_a_forward_of_its_own_back():
     assert model(torch.ones(2, 4)) == torch.bfloat16
 
 
-def test_fp16_weights_are_refused_where_their_optimizer_is_prepared():
-    accelerator = Accelerator(cpu=True, mixed_precision="fp16")
-    model = nn.Linear(2, 2).half()
-    accelerator.prepare(model)  # to compute with
+@pytest.mark.parametrize("clips", [False, True])
+def test_fp16_weights_are_refused_in_their_first_step_unless_the_script_makes_torch_take_them(clips):
+    accelerator = Accelerator(cpu=True, mixed_precision="fp16", kwargs_handlers=[GradScalerKwargs(init_scale=8.0)])
+    layer = nn.Linear(2, 2).half()
+    model, optimizer = accelerator.prepare(layer, torch.optim.SGD(layer.parameters(), lr=1.0))
+    nn.init.ones_(layer.bias)
+
+    def step():
+        accelerator.backward(model(torch.ones(1, 2)).sum())
+        if clips:
+            accelerator.clip_grad_norm_(model.parameters(), 100.0)
+        optimizer.step()
+        optimizer.zero_grad()
+
     with pytest.raises(ConfigError, match=r"trains fp32 weights .* 2 of the 2 parameters of this SGD are fp16"):
-        accelerator.prepare(torch.optim.SGD(model.parameters(), lr=0.1))
-    model.bias.data, model.weight.requires_grad = model.bias.data.float(), False
-    accelerator.prepare(torch.optim.SGD(model.parameters(), lr=0.1))
+        step()
+    optimizer.zero_grad()
+    plain = accelerator.scaler._unscale_grads_
+    accelerator.scaler._unscale_grads_ = lambda one, scale, found, _: plain(one, scale, found, True)  # as kohya does
+    step()
+    assert layer.bias.tolist() == [0.0, 0.0]
 
 
 def test_autocast_can_be_switched_off_for_a_block():

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """fp8: refused where it can't be, and emulated on a CPU, which computes what the hardware would."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from torch import nn
@@ -8,6 +10,7 @@ from torch import nn
 from farflung import Accelerator
 from farflung.base.errors import ConfigError, Unsupported
 from farflung.config.handlers import AORecipeKwargs
+from farflung.config.sharding import FullyShardedDataParallelPlugin
 from farflung.precision import fp8
 from farflung.precision.fp8 import Float8
 
@@ -27,6 +30,20 @@ def test_fp8_is_refused_without_torchao_and_on_hardware_without_it(monkeypatch):
         Float8(torch.device("cuda"))
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     assert Float8(torch.device("cuda")).name == "fp8"
+
+
+@pytest.mark.parametrize("precision", ["no", "bf16"])
+def test_under_fsdp_a_recipe_asks_for_fp8_by_itself(precision, monkeypatch):
+    monkeypatch.setattr(fp8, "installed_version", lambda library: "1.0")
+    recipe = AORecipeKwargs(config=SimpleNamespace(emulate=True))
+    plugin = FullyShardedDataParallelPlugin()
+    accelerator = Accelerator(cpu=True, mixed_precision=precision, fsdp_plugin=plugin, kwargs_handlers=[recipe])
+    assert (accelerator.mixed_precision, accelerator.ao_recipe_handler) == ("fp8", recipe)
+
+
+def test_weights_that_are_gathered_in_fp8_are_refused_in_a_config_too():
+    with pytest.raises(Unsupported, match="enable_fsdp_float8_all_gather=True is not supported"):
+        AORecipeKwargs(config=SimpleNamespace(enable_fsdp_float8_all_gather=True))
 
 
 def test_layers_between_the_first_and_the_last_are_converted_where_their_sizes_fit():

@@ -6,6 +6,7 @@ from __future__ import annotations
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, TypeVar
 
+import torch
 from torch import Tensor, nn
 
 from farflung.accelerator.prepare import Preparer
@@ -58,6 +59,8 @@ class AcceleratorProperties(Engines):
     _run: Run
     _strategy: Strategy
 
+    _idle_scaler: Any = None
+
     state: AcceleratorState  # views, which scripts may set attributes of
     gradient_state: GradientState
     _world = Forward[World]("_run.world")
@@ -72,16 +75,22 @@ class AcceleratorProperties(Engines):
 
     @property
     def scaler(self) -> Any:
-        """The loss scaler of fp16, else None."""
-        return self._precision.scaler
+        """The loss scaler of fp16, which a script may replace; else None, or one that is off and that it has set."""
+        return self._precision.scaler or self._idle_scaler
 
     @scaler.setter
     def scaler(self, value: Any) -> None:
-        if value is not self.scaler:
+        is_scaler, own = isinstance(value, torch.amp.GradScaler), self._precision.scaler
+        if own is None and (value is None or (is_scaler and not value.is_enabled())):
+            self._idle_scaler = value
+        elif own is None or not is_scaler:
             raise ConfigError(
                 f"accelerator.scaler was set to {shown(value)}, but mixed_precision={self.mixed_precision!r} decides "
                 "it. Give Accelerator(kwargs_handlers=[GradScalerKwargs(...)]) its settings."
             )
+        elif value is not own:
+            self._precision.forget()
+            self._precision.scaler = value
 
     @property
     def native_amp(self) -> bool:

@@ -178,9 +178,14 @@ def resolve_project(folder: str | os.PathLike[str] | None, given: ProjectConfigu
     return project
 
 
-def resolve_precision(name: str, device: torch.device, handlers: Mapping[type, Any]) -> Precision:
-    """Return the precision of this name, with the arguments that `handlers` has for it, and no others."""
+def resolve_precision(name: str, device: torch.device, handlers: Mapping[type, Any], fsdp_plugin: Any) -> Precision:
+    """Return the precision of this name, with the arguments that `handlers` has for it, and no others.
+
+    Under FSDP a recipe for fp8 asks for that by itself, as in Accelerate.
+    """
     autocast, scaler = handlers.get(AutocastKwargs), handlers.get(GradScalerKwargs)
+    if name in ("no", "bf16") and AORecipeKwargs in handlers and (fsdp_plugin or environ.flag("ACCELERATE_USE_FSDP")):
+        name = "fp8"
     if name == "fp8" and scaler is None:
         return Float8(device, autocast, handlers.get(AORecipeKwargs))
     if AORecipeKwargs in handlers:

@@ -236,7 +236,7 @@ class AORecipeKwargs(CheckedKwargs):
             check_callable("AORecipeKwargs: module_filter_func", self.module_filter_func, wanted)
         if self.config is not None and self.pad_inner_dim is not None:
             raise ConfigError("AORecipeKwargs: config and pad_inner_dim were both given. Give it in the config.")
-        if self.enable_fsdp_float8_all_gather:
+        if self.enable_fsdp_float8_all_gather or getattr(self.config, "enable_fsdp_float8_all_gather", False):
             raise Unsupported(
                 "enable_fsdp_float8_all_gather=True is not supported: FSDP gathers weights in bf16. Leave it out."
             )

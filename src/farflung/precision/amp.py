@@ -4,8 +4,8 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from copy import copy
 from typing import Any
 
@@ -17,6 +17,7 @@ from torch.optim import Optimizer
 from farflung.base.errors import ConfigError, Unsupported
 from farflung.base.torch_internals import child_slots, copied_module, overflowed, ready_scaler, scaler_stages
 from farflung.base.tree import convert_to_fp32
+from farflung.base.words import counted
 from farflung.config.handlers import AutocastKwargs, GradScalerKwargs
 from farflung.precision.base import Closure, Precision, wrap_forward
 
@@ -77,7 +78,8 @@ class ScaledFp16(Autocast):
 
     def unscale_(self, optimizer: Optimizer) -> None:
         if id(optimizer) not in self._unscaled:
-            self.scaler.unscale_(optimizer)
+            with _explaining(optimizer):
+                self.scaler.unscale_(optimizer)
             self._unscaled.add(id(optimizer))
 
     def step(self, optimizer: Optimizer, closure: Closure = None) -> bool:
@@ -85,7 +87,8 @@ class ScaledFp16(Autocast):
             raise Unsupported("fp16 with a loss scaler can't step with a closure. Use bf16, or step without one.")
         if id(optimizer) in self._stepped:
             self._update_if_stepped()
-        self.scaler.step(optimizer)
+        with _explaining(optimizer):
+            self.scaler.step(optimizer)
         self._stepped.add(id(optimizer))
         # A fused optimizer's step is called even after an overflow, so the call itself says nothing.
         return not overflowed(self.scaler, optimizer)
@@ -171,6 +174,23 @@ def without_precision(model: nn.Module) -> nn.Module:
             if own is not None and own != model.forward:  # else it is the method of its class
                 model.forward = own
     return model
+
+
+@contextmanager
+def _explaining(optimizer: Optimizer) -> Iterator[None]:
+    """Raise ConfigError if torch refuses to unscale gradients because the weights are fp16 themselves."""
+    try:
+        yield
+    except ValueError as error:
+        if "unscale FP16" not in str(error):
+            raise
+        weights = [weight for group in optimizer.param_groups for weight in group["params"] if weight.requires_grad]
+        halves = sum(weight.dtype is torch.float16 for weight in weights)
+        raise ConfigError(
+            f"mixed_precision='fp16' trains fp32 weights and computes in fp16, but {halves} of the "
+            f"{counted(len(weights), 'parameter')} of this {type(optimizer).__name__} are fp16 themselves. Load the "
+            "model in fp32 (dtype=torch.float32, or model.float()), or train it with mixed_precision='no'."
+        ) from error
 
 
 def choose_precision(
