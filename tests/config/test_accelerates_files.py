@@ -195,6 +195,11 @@ FILES: dict[str, tuple[Any, ...]] = {
         "`deepspeed_config` is not read, as distributed_type is MULTI_GPU",
         "does not ask for it",
     ),
+    "fp8": ("mixed_precision: fp8\n", {"mixed_precision": "fp8"}),
+    "fp8 of torchao": (
+        "mixed_precision: fp8\nfp8_config: {backend: AO, enable_fsdp_float8_all_gather: true, pad_inner_dim: false}\n",
+        {"mixed_precision": "fp8"},
+    ),
     "numbers left to the command line": ("distributed_type: MULTI_CPU\nnum_processes: -1\n", {"num_processes": 3}),
 }
 
@@ -225,9 +230,8 @@ def test_what_accelerate_reads_is_read(name, home):
         ("distributed_type: MULTI_NPU\nnum_processes: 2\n", Unsupported, "yaml:1: distributed_type is MULTI_NPU"),
         ("distributed_type: XLA\ntpu_name: pod\n", Unsupported, "asks for TPUs"),
         ("downcast_bf16: 'yes'\n", Unsupported, "TPUs"),
-        ("mixed_precision: fp8\n", Unsupported, "yaml:1: mixed_precision is 'fp8'.* Use bf16"),
         ("distributed_type: MULTI_CPU\nmpirun_config: {mpirun_hostfile: hosts}\n", Unsupported, "sets"),
-        ("mixed_precision: fp8\nfp8_config: {backend: TE}\n", Unsupported, "yaml:2: `fp8_config`"),
+        ("mixed_precision: fp8\nfp8_config: {backend: TE}\n", Unsupported, "yaml:2: `fp8_config` .*TransformerEngine"),
         ("compute_environment: AMAZON_SAGEMAKER\nec2_instance_type: x\n", Unsupported, "yaml:1: .*SageMaker"),
         ("distributed_type: MULTI_GPU\ntp_config:\n  tp_size: 2\n", Unsupported, "tensor parallelism"),
         ("invalid_key: x\nanother: y\n", ConfigError, "yaml:1: unknown key `in.*\n.*yaml:2: unknown key `another`"),

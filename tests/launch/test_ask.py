@@ -6,7 +6,7 @@ from __future__ import annotations
 import pytest
 from click.testing import CliRunner
 
-from farflung.base.errors import ConfigError, Unsupported
+from farflung.base.errors import ConfigError
 from farflung.config import environ
 from farflung.config.launch import LaunchSettings
 from farflung.config.places import own_file
@@ -34,8 +34,8 @@ def settings_of(file: str) -> LaunchSettings:
 
 
 def test_answers_are_kept_and_count_and_those_that_can_not_work_are_asked_again(home):
-    printed = asked(["y", "none", "0", "1", "0", "2", "fp8", "bf61", "bf16", "n", "n", "n"])
-    said = ("must be an integer", "num_machines is 0", "num_processes is 0", "Use bf16", "one of no, fp16, bf16")
+    printed = asked(["y", "none", "0", "1", "0", "2", "bf61", "bf16", "n", "n", "n"])
+    said = ("must be an integer", "num_machines is 0", "num_processes is 0", "one of no, fp16, bf16, fp8")
     assert all(message in printed for message in said), printed
     resolved = resolve({})
     assert resolved.file == own_file()
@@ -156,8 +156,6 @@ def test_write_basic_config_returns_the_path_or_false(home):
     assert path == home / "new" / "config.yaml"
     assert settings_of(str(path)).mixed_precision == "bf16"
     assert write_basic_config(save_location=path) is False
-    with pytest.raises(Unsupported, match="Use bf16"):
-        write_basic_config("fp8", home / "other.yaml")
     with pytest.raises(ConfigError, match="one of no, fp16, bf16"):
         write_basic_config("half", home / "other.yaml")
     assert not (home / "other.yaml").exists()

@@ -73,6 +73,18 @@ WRONG = [
     ("launch --cpu --rdzv_conf timeout train.py", "rdzv_conf has timeout=;"),
     ("launch --cpu --rdzv_conf timeout=soon train.py", "rdzv_conf has timeout=soon"),
     ("launch --cpu --rdzv_conf tiemout=3 train.py", "rdzv_conf has the key 'tiemout'"),
+    (
+        "launch --cpu --rdzv_backend c10d --rdzv_conf rdzv_backend=etcd train.py",
+        "rdzv_conf has rdzv_backend=etcd, but rdzv_backend is c10d",
+    ),
+    (
+        "launch --cpu --main_process_ip node0 --rdzv_conf rdzv_endpoint=node1:7 train.py",
+        "rdzv_endpoint=node1:7, but main_process_ip is node0",
+    ),
+    (
+        "launch --cpu --main_process_ip n0 --main_process_port 8 --rdzv_conf rdzv_endpoint=n0:7 train.py",
+        "but main_process_port is 8",
+    ),
     # devices
     ("launch --multi_gpu --num_processes 1 train.py", "(multi_gpu), but torch finds none on this machine. Use --cpu"),
     ("launch --gpu_ids 0,1 train.py", "(gpu_ids 0,1), but torch finds none on this machine"),
@@ -327,7 +339,7 @@ def test_the_table_has_each_command_and_each_line_once():
     ("variable", "value", "words"),
     [
         ("FARFLUNG_NUM_PROCESSES", "many", "FARFLUNG_NUM_PROCESSES is 'many'"),
-        ("ACCELERATE_MIXED_PRECISION", "fp8", "ACCELERATE_MIXED_PRECISION is 'fp8'"),
+        ("ACCELERATE_MIXED_PRECISION", "fp9", "ACCELERATE_MIXED_PRECISION is 'fp9'"),
         ("FARFLUNG_CONFIG_FILE", "nowhere.yaml", "nowhere.yaml"),
         ("FARFLUNG_GPU_IDS", "0,1", "torch finds none on this machine"),
     ],

@@ -51,7 +51,14 @@ FOREIGN: tuple[Foreign, ...] = (
         keys="megatron_lm_config",
         read_with=("distributed_type", None, "megatron_lm"),
     ),
-    Foreign("fp8", "Use --mixed_precision bf16.", "fp8_", keys="fp8_config", read_with=("mixed_precision", "fp8")),
+    Foreign(
+        "fp8 by TransformerEngine or MS-AMP",
+        "Use --mixed_precision fp8 alone, which is torchao's (`backend: AO`).",
+        "fp8_",
+        keys="fp8_config",
+        idle="ao true",  # torchao's own two settings change speed and memory alone
+        read_with=("mixed_precision", "fp8"),
+    ),
     Foreign(
         "TPUs",
         "Use torch_xla's own launcher.",

@@ -32,6 +32,8 @@ _RENDEZVOUS_NUMBERS = (
     *("keep_alive_interval", "keep_alive_max_attempt"),
 )
 _RENDEZVOUS_KEYS = (*_RENDEZVOUS_NUMBERS, "is_host", "store_type")
+_ENDPOINT = ("main_process_ip", "main_process_port")
+_REPEATED = {"rdzv_backend": ("rdzv_backend",), "rdzv_endpoint": _ENDPOINT, "rdzv_id": ()}  # which it ignores
 _FROM_1 = (
     *("num_processes", "num_machines", "gradient_accumulation_steps", "num_cpu_threads_per_process", "replicas"),
     *("ranks_per_replica", *(f"{GRID}{axis}_size" for axis in ("dp_replicate", "dp_shard", "tp", "cp", "sp"))),
@@ -100,9 +102,8 @@ class LaunchSettings(LayoutSettings, EngineSettings):
     )
     mixed_precision: str = accelerates(
         "no",
-        "Mixed precision: compute in this half-precision type if that is safe.",
-        choices=("no", "fp16", "bf16"),
-        refused={"fp8": "Use bf16."},
+        "Mixed precision: compute in this type if that is safe; fp8 needs torchao.",
+        choices=("no", "fp16", "bf16", "fp8"),
         question="Mixed precision?",
     )
     gradient_accumulation_steps: int | None = accelerates(
@@ -181,9 +182,7 @@ class LaunchSettings(LayoutSettings, EngineSettings):
         variable="ACCELERATE_DEBUG_MODE",
         question="Check during training that all ranks call matching collectives (slower)?",
     )
-    module: bool = setting(
-        False, "Run the script as a module, like `python -m`.", flags=("-m", "--module"), in_file=False
-    )
+    module: bool = setting(False, "Run a module, like `python -m`.", flags=("-m", "--module"), in_file=False)
     as_accelerate: bool = setting(False, "Answer `import accelerate` with Farflung, also in libraries.")
     no_python: bool = setting(False, "Run the script directly, without Python.", in_file=False)
     max_restarts: int | None = setting(
@@ -205,9 +204,7 @@ class LaunchSettings(LayoutSettings, EngineSettings):
         asked_when=_several_machines,
     )
     rdzv_conf: str = setting("", "More options of the rendezvous: key=value,key=value.")
-    same_network: bool = setting(
-        False, "Whether the machines are on one network. It changes nothing: all connect to main_process_ip."
-    )
+    same_network: bool = setting(False, "Accelerate's. It changes nothing: all machines connect to main_process_ip.")
     run_dir: str | None = setting(
         None,
         "Folder for this run's settings, logs, rounds, metrics and events, which `farflung watch` and `report` show; "
@@ -221,9 +218,7 @@ class LaunchSettings(LayoutSettings, EngineSettings):
     )
     role: str = setting("default", "Name of the processes in tee'd lines.")
     quiet: bool = setting(False, "Print nothing but errors.", flags=("-q", "--quiet"))
-    main_training_function: str = setting(
-        "main", "Accelerate's setting for TPUs; only `main` is supported.", choices=("main",)
-    )
+    main_training_function: str = setting("main", "Accelerate's, for TPUs; only `main` works.", choices=("main",))
     only_rank: str | None = setting(
         None, "Show only what these ranks print: numbers separated by commas, such as 0 or 0,3. [all]"
     )
@@ -296,7 +291,10 @@ class LaunchSettings(LayoutSettings, EngineSettings):
 
     def _check_rendezvous(self) -> None:
         for key, value in self.rendezvous.items():
-            if key not in _RENDEZVOUS_KEYS:
+            for name, text in zip(_REPEATED.get(key, ()), value.rsplit(":", 1), strict=False):
+                if self.value(name) not in (None, "static") and str(self.value(name)) != text.strip("[]"):
+                    raise ConfigError(f"has {key}={value}, but {name} is {self.value(name)}. Omit {key}.", "rdzv_conf")
+            if key not in (*_RENDEZVOUS_KEYS, *_REPEATED):
                 raise ConfigError(f"has the key {key!r}; use one of {', '.join(_RENDEZVOUS_KEYS)}.", "rdzv_conf")
             if key in _RENDEZVOUS_NUMBERS and not value.isdecimal():
                 raise ConfigError(f"has {key}={value}; use key=value with a whole number, {key}=60.", "rdzv_conf")

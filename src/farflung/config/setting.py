@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from farflung.base.errors import ConfigError, Unsupported, did_you_mean
+from farflung.base.errors import ConfigError, did_you_mean
 from farflung.config import environ
 
 Value = int | float | bool | str | None
@@ -30,7 +30,6 @@ class Field:
     says_word: bool = False  # its flag is followed by `true` or `false`, as Accelerate's for FSDP are; of a bool alone
     choices: tuple[str, ...] = ()  # the words it may take; empty: any
     checked_later: bool = False  # whether what reads the setting checks its word
-    refused: Mapping[str, str] = field(default_factory=dict)  # Accelerate's words, each with what to use instead
     question: Question | None = None  # of `farflung config`, which may depend on the answers so far
     asked_when: Callable[[Mapping[str, Value]], bool] = lambda answers: True  # whether the question makes sense after
 
@@ -63,8 +62,6 @@ class Field:
         word = text.lower()
         if word == "false" and "no" in self.choices:  # how YAML reads an unquoted `no`
             word = "no"
-        if word in self.refused:
-            raise Unsupported(f"{called} is {text!r}, which Farflung does not support. {self.refused[word]}")
         if not self.choices or (self.checked_later and word not in self.choices):
             return text
         if word not in self.choices:

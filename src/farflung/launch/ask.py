@@ -160,7 +160,7 @@ def _say_if_hidden(path: Path) -> None:
 
 @config.command("default", context_settings=BOTH_SPELLINGS)
 @click.option("--config_file", metavar="FILE", help="File to write. [~/.config/farflung/config.yaml]")
-@click.option("--mixed_precision", default="no", metavar="no|fp16|bf16", help="Mixed precision. [no]")
+@click.option("--mixed_precision", default="no", metavar="no|fp16|bf16|fp8", help="Mixed precision. [no]")
 def default(config_file: str | None, mixed_precision: str) -> None:
     """Write a file with the default settings, unless there is one."""
     path = write_basic_config(mixed_precision, config_file)
@@ -173,7 +173,7 @@ def write_basic_config(mixed_precision: str = "no", save_location: str | Path | 
     """Write a file with the default settings: one process per accelerator of the machine that reads it.
 
     Args:
-        mixed_precision: `no`, `fp16` or `bf16`.
+        mixed_precision: `no`, `fp16`, `bf16` or `fp8`.
         save_location: the file; by default `~/.config/farflung/config.yaml`.
 
     Returns:

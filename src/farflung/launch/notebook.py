@@ -66,7 +66,7 @@ def notebook_launcher(
 
     Args:
         num_processes: on this machine; by default one for each GPU, or one on the CPU, at most 16 for each core.
-        mixed_precision: `no`, `fp16` or `bf16`.
+        mixed_precision: `no`, `fp16`, `bf16` or `fp8`.
         use_port: where the processes meet. On one machine 29500 (the default) and 0 mean any free port.
         master_addr: the address of machine 0.
         node_rank: this machine among `num_nodes`.
