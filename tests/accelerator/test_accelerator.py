@@ -11,10 +11,10 @@ import torch
 from safetensors.torch import load_file
 from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, IterableDataset
 
 from farflung import Accelerator, PartialState
-from farflung.base.errors import ConfigError, StateError, StateReset
+from farflung.base.errors import ConfigError, StateError, StateReset, WrongType
 from farflung.config import environ
 from farflung.state import AcceleratorState, GradientState
 from farflung.utils import (
@@ -153,6 +153,21 @@ def test_prepare_keeps_the_order_and_passes_on_what_it_does_not_know():
     assert ours[0].optimizers == [ours[3]]
 
 
+def test_a_loader_that_is_a_pipeline_and_so_a_dataset_comes_back_as_it_is():
+    class WebLoader(IterableDataset):  # as webdataset's
+        def __init__(self):
+            self.pipeline = [DataLoader([1, 2]), print]
+
+        def __iter__(self):
+            yield from self.pipeline[0]
+
+    accelerator, loader = Accelerator(cpu=True), WebLoader()
+    assert accelerator.prepare(loader) is loader
+    loader.pipeline = [print]
+    with pytest.raises(WrongType, match="a DataLoader over that data set"):
+        accelerator.prepare(loader)
+
+
 def test_a_scheduler_that_is_prepared_before_its_optimizer_follows_it():
     accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
     model, optimizer, _, scheduler = parts()
@@ -246,9 +261,35 @@ def test_a_script_may_turn_autocast_off(precision):
     assert not accelerator.native_amp
     with accelerator.autocast():
         assert torch.equal(model(x), exact)
-    accelerator.scaler = accelerator.scaler
+
+
+@pytest.mark.parametrize("precision", ["no", "bf16"])
+def test_a_script_may_set_a_scaler_that_is_off(precision):
+    accelerator = Accelerator(cpu=True, mixed_precision=precision)
+    off = torch.amp.GradScaler("cpu", enabled=False)
+    for scaler in (None, off, off):
+        accelerator.scaler = scaler
+        assert accelerator.scaler is scaler
     with pytest.raises(ConfigError, match=r"scaler was set to .*GradScalerKwargs"):
         accelerator.scaler = torch.amp.GradScaler("cpu")
+
+
+def test_under_fp16_a_script_may_give_the_scaler():
+    accelerator = Accelerator(cpu=True, mixed_precision="fp16")
+    model, optimizer = accelerator.prepare(layer := nn.Linear(1, 1), torch.optim.SGD(layer.parameters(), 1.0))
+    gradients = []
+    for scale in (4.0, 16.0):
+        accelerator.scaler = scaler = torch.amp.GradScaler("cpu", init_scale=scale)
+        accelerator.backward(model(torch.ones(1, 1)).sum())
+        gradients.append(layer.bias.grad.item())
+        optimizer.step()
+        optimizer.zero_grad()
+        accelerator.scaler = accelerator.scaler
+        assert accelerator.scaler is scaler
+    assert gradients == [4.0, 16.0]
+    for other in (None, 5):
+        with pytest.raises(ConfigError, match=r"scaler was set to .*GradScalerKwargs"):
+            accelerator.scaler = other
 
 
 def test_autocast_can_not_be_turned_on_without_mixed_precision():

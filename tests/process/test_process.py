@@ -278,7 +278,17 @@ def shares():
     with state.split_between_processes(UserDict(a="xyz", b=[1, 2, 3])) as of_mapping:  # as tokenizers return
         assert type(of_mapping) is UserDict
         assert of_mapping == part
+    for odd, words in ((None, "None"), (iter([1]), "iterator"), ({1: [], 2: [3]}, "differ in length: {1: 0, 2: 1}")):
+        with pytest.raises((TypeError, ConfigError), match=f"split_between_processes.*{words}"):
+            state.split_between_processes(odd).__enter__()
     return parts, part
+
+
+def test_a_process_alone_gets_whatever_it_would_split():
+    state, rows = PartialState(cpu=True), iter([1])
+    for whole in (rows, {"prompt": ["a", "b"], "seed": 3}, {1: [], 2: [3]}):
+        with state.split_between_processes(whole) as part:
+            assert part is whole
 
 
 def test_inputs_are_split_and_padded():

@@ -118,6 +118,8 @@ def _only(name: str, function: Callable[..., Any] | None, chosen: Callable[[], b
 
 
 def _share(inputs: Any, rank: int, size: int, padded: bool) -> Any:
+    if size == 1:
+        return inputs
     if not (hasattr(inputs, "__len__") and hasattr(inputs, "__getitem__")):
         raise wrong_type(
             "split_between_processes: inputs", inputs, "a list, tuple, tensor or data set, or a dictionary of such"
@@ -126,9 +128,6 @@ def _share(inputs: Any, rank: int, size: int, padded: bool) -> Any:
         lengths = {key: len(value) for key, value in inputs.items()}
         if len(set(lengths.values())) > 1:
             raise ConfigError(f"split_between_processes: the values differ in length: {lengths}.")
-    if size == 1:
-        return inputs
-    if isinstance(inputs, Mapping):
         share = functools.partial(_share, rank=rank, size=size, padded=padded)
         if not isinstance(inputs, dict):
             return rebuilt(inputs, share)

@@ -132,8 +132,6 @@ class Preparer:
         known = self.run.find(optimizer)
         if known is not None:
             return known  # type: ignore[no-any-return]
-        if self.run.precision.scaler is not None and self.run.fsdp is None:  # FSDP makes weights fp32 by itself
-            _refuse_halves(_bare(optimizer))
         self.run.strategy.adopt(_bare(optimizer))
         prepared = AcceleratedOptimizer(
             _bare(optimizer), self._placed(place), state=self.run.loop, precision=self.run.precision
@@ -227,7 +225,9 @@ def _refuse_stranger(thing: Any) -> None:
     """Raise WrongType for an object that is no model, optimizer, loader or scheduler, and can't stand for one."""
     if isinstance(thing, type):
         raise wrong_type("prepare: an argument", thing, f"an instance, such as {thing.__name__}(...)")
-    if isinstance(thing, Dataset):
+    stages = getattr(thing, "pipeline", None)  # webdataset's loader is a data set with a DataLoader among its stages
+    is_loader = isinstance(stages, list) and any(isinstance(stage, DataLoader) for stage in stages)
+    if isinstance(thing, Dataset) and not is_loader:
         raise wrong_type("prepare: an argument", thing, "a DataLoader over that data set")
     if isinstance(thing, (list, tuple)) and any(isinstance(one, _KINDS) for one in thing):
         wanted = f"one object: give prepare the things in the {type(thing).__name__} one by one, prepare(*things)"
@@ -245,18 +245,6 @@ def _check_quantized(devices: Set[Any], device: torch.device) -> None:
         raise ConfigError(
             f"This model has quantized weights on {', '.join(sorted(elsewhere))}, where they can't be trained: this "
             f"process trains on {device}. Load it with device_map={{'': '{device}'}}."
-        )
-
-
-def _refuse_halves(optimizer: Optimizer) -> None:
-    """Raise ConfigError for fp16 weights under a loss scaler: torch would refuse to unscale their gradients."""
-    weights = [p for p in parameters_of(optimizer) if p.requires_grad]
-    halves = sum(weight.dtype is torch.float16 for weight in weights)
-    if halves:
-        raise ConfigError(
-            f"prepare: mixed_precision='fp16' trains fp32 weights and computes in fp16, but {halves} of the "
-            f"{counted(len(weights), 'parameter')} of this {type(optimizer).__name__} are fp16 themselves. Load the "
-            "model in fp32 (dtype=torch.float32, or model.float()), or train it with mixed_precision='no'."
         )
 
 
