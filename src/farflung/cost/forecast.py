@@ -87,7 +87,8 @@ class Forecast:
         rows = [{**row, "memory": row["memory"]["total"]} for row in self.as_dict()["methods"]]
         for row in rows:
             row |= row.pop("meet") or {}
-        return ["\t".join(rows[0]), *("\t".join(_cell(cell) for cell in row.values()) for row in rows)]
+        cells = [["" if cell is None else str(cell) for cell in row.values()] for row in rows]
+        return ["\t".join(rows[0]), *map("\t".join, cells)]
 
     def advice(self) -> str:
         """Say in one line which row to take: the first one."""
@@ -208,10 +209,6 @@ def _table(title: str, *headings: str) -> Table:
     for column in table.columns:
         column.no_wrap = True
     return table
-
-
-def _cell(value: Any) -> str:
-    return "" if value is None else str(value)
 
 
 def _tests(*rows: Row) -> str:

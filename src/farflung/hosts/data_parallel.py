@@ -175,7 +175,9 @@ class DDPTakeover:
             given.arguments["process_group"] = mesh.row.get_group()
         make(*given.args, **given.kwargs)
         ddp = given.arguments["self"]
-        follow_frameworks(self._flush_all, self._is_behind, self._data)
+        follow_frameworks(
+            self._flush_all, lambda: any(one.epochs.is_behind or one.epochs.is_owed for one in self._loops), self._data
+        )
         # Where replicas come and go, each at its own pace, they would wait for each other in rounds of several loops.
         there = [one for one in self._loops if one.driver is None] if self.place.member is not None else []
         shared = there[0] if there else FollowedLoop(self._flush)
@@ -388,9 +390,6 @@ class DDPTakeover:
                 shared.driver.flush()
             for one in lent:
                 one.evaluation.change(False, one)
-
-    def _is_behind(self) -> bool:
-        return any(one.epochs.is_behind or one.epochs.is_owed for one in self._loops)
 
     def _flush_all(self, if_behind: bool = False, at_end: bool = False) -> None:
         """Flush all loops, so that the weights in memory are equal: a collective.

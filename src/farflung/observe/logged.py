@@ -15,10 +15,6 @@ _SILENT_S = 60.0  # after which another rank's values are drawn; scripts that lo
 _RATES = ("lr", "learning_rate")
 
 
-def _is_drawn(name: str) -> bool:
-    return "loss" in name.lower() or name.split("/")[-1] in _RATES
-
-
 class CurvePoint(NamedTuple):
     """Some values that follow each other."""
 
@@ -134,7 +130,8 @@ class Curves:
         records.optional_count(step)
         if values.keys() != self._names:  # AttributeError: it is no object
             self._names = frozenset(values)
-            self._drawn = [(name, self._curve(name)) for name in values if _is_drawn(name)]
+            drawn = [name for name in values if "loss" in name.lower() or name.split("/")[-1] in _RATES]
+            self._drawn = [(name, self._curve(name)) for name in drawn]
         for name, curve in self._drawn:
             value = values[name]
             if type(value) is not float:
