@@ -130,7 +130,12 @@ def test_help_of_all_has_each_group_and_the_recipes(capsys):
     assert titles(said) == [*GROUPS, "Of this command"]
     assert {flag for entry in FIELDS for flag in entry.flags} <= flags_in(said)
     shown = " ".join(said.split())
-    takes = ["mixed_precision no|fp16|bf16", "max_restarts INTEGER", "gradient_clipping NUMBER", "dynamo_backend TEXT"]
+    takes = [
+        "mixed_precision no|fp16|bf16|fp8",
+        "max_restarts INTEGER",
+        "gradient_clipping NUMBER",
+        "dynamo_backend TEXT",
+    ]
     assert all(f" --{words} " in shown for words in (*takes, "help [GROUP]"))
     assert "two checks of the processes. [0.1]" in shown
     assert not re.search(r"\[(True|False|None|)\]", shown)

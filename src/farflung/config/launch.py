@@ -102,7 +102,7 @@ class LaunchSettings(LayoutSettings, EngineSettings):
     )
     mixed_precision: str = accelerates(
         "no",
-        "Mixed precision: compute in this type if that is safe; fp8 needs torchao.",
+        "Compute in this type where it is safe.",
         choices=("no", "fp16", "bf16", "fp8"),
         question="Mixed precision?",
     )
