@@ -81,7 +81,7 @@ class Training(Program):
     def epochs(self, after=lambda number: None, num_epochs=2):
         """Train on from where the counter stands; returns what each step saw, by epoch."""
         seen = []
-        for epoch in range(self.counter.epoch, num_epochs):
+        for epoch in range(self.loader.iteration, num_epochs):
             self.counter.epoch = epoch
             seen.append([])
             for batch in self.loader:
