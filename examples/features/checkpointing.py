@@ -22,13 +22,13 @@ class Progress:
     """What the script itself counts; kept in each checkpoint."""
 
     def __init__(self):
-        self.epoch, self.updates = 0, 0
+        self.updates = 0
 
     def state_dict(self):
-        return {"epoch": self.epoch, "updates": self.updates}
+        return {"updates": self.updates}
 
     def load_state_dict(self, state):
-        self.epoch, self.updates = state["epoch"], state["updates"]
+        self.updates = state["updates"]
 
 
 def main(given=None):
@@ -48,7 +48,7 @@ def main(given=None):
     if Path(flags.folder, "checkpoints").exists():
         accelerator.load_state("latest")  # the loader continues where it was, too
 
-    while progress.epoch < flags.epochs:
+    for _ in range(train.iteration, flags.epochs):
         for x, inside in train:
             accelerator.backward(nn.functional.cross_entropy(model(x), inside))
             optimizer.step()
@@ -62,7 +62,6 @@ def main(given=None):
                 accelerator.print(f"stopped after {progress.updates} updates")
                 accelerator.end_training()
                 return {"updates": progress.updates}
-        progress.epoch += 1
 
     found = accuracy(accelerator, model, test)
     weights = torch.cat([parameter.detach().flatten() for parameter in model.parameters()])
