@@ -57,6 +57,20 @@ def test_a_newcomer_comes_in_with_the_round_that_a_member_misses():
         assert last not in run.ends
 
 
+def test_the_state_is_sent_on_to_a_newcomer_when_a_member_is_lost_in_a_round():
+    with virtual_time() as clock:
+        run = Storm(clock, 4, late_s=0.05)
+        run.until(lambda: len(run.landings) == 4, 200.0)
+        lost = max(run.there)
+        newcomer = run.start()
+        time.sleep(ROUND_S / 2)
+        run.there.pop(lost).is_dead = True
+        run.until(lambda: len(run.rounds()) == 4, 150.0)  # the second has begun to send it
+        run.finish()
+        first = min(position for _, member, position in run.landings if member == newcomer)
+        assert first == 4 * run.every
+
+
 def test_nobody_comes_in_where_no_member_has_data_any_more():
     with virtual_time() as clock:
         run = Storm(clock, 2, grace_s=2 * ROUND_S)

@@ -125,7 +125,9 @@ class Elastic:
             if self.member not in record.ids:
                 raise RankFailure("the others have entered a later generation without this replica")
             peers.record, peers.is_admitting = record, bool(record.newcomers)
-            self._generation, self._decided, self._asking = None, None, {}
+            self._generation, self._decided = None, None
+            # Others still wait: without the next look, a round that is repeated would stop their transfers.
+            self._asking = {name: one for name, one in self._asking.items() if one.member not in record.ids}
             if receiver is not None and self.member in record.newcomers:
                 self.joined, self.has_kept = record.number, needs.may_keep and self._is_unapplied
                 if self.saver is not None and record.saved:
