@@ -124,6 +124,20 @@ def test_members_of_a_first_generation_that_never_came_are_not_waited_for():
     assert settled(Members(Record(1, 1, (1, 2), began=1), ready=(2,)).member(2), False).ids == (2,)
 
 
+@pytest.mark.law("no-two-different-rounds-of-a-number")
+@pytest.mark.law("no-member-without-state-gives-state")
+@pytest.mark.parametrize("who_has_state", [(1, 2, 3), (2,)])
+def test_one_that_has_ended_after_its_report_is_left_out_and_its_report_does_not_count(who_has_state):
+    members = Members(Record(1, 1, (1, 2, 3), began=1), ready=(1, 2, 3))
+    for one, complete in ((2, {0: 4}), (3, {0: 2})):
+        members.board.put(1, "post", one, encode(Post(1, one in who_has_state, complete)).decode())
+    members.notes.note_end(2, "was killed by SIGKILL")
+    mine = Post(1, 1 in who_has_state, {0: 3})
+    new = settle(members.member(1).peers, 1, mine)
+    assert (new.ids, new.lost, new.common) == ((1, 3), {2: "was killed by SIGKILL"}, {0: 2})
+    assert new.is_fresh is (who_has_state == (2,))
+
+
 @pytest.mark.parametrize("is_alive", [True, False])
 def test_who_asks_while_another_one_begins_waits_for_it_if_its_launcher_looks_after_it(is_alive, monkeypatch):
     monkeypatch.setattr(admission, "_ASK_S", 0.05)

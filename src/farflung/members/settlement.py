@@ -6,6 +6,7 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 
 from farflung.address.member_store import Post, Record, decode, encode
 from farflung.base.errors import RankFailure
@@ -40,6 +41,11 @@ def settle(peers: Peers, member: int, post: Post, trains: bool = True) -> Record
             posts = {member: post} | {one: decode(Post, text.encode()) for one, text in said.items()}
             peers.mark_late()
             absent = peers.causes({one: asked - began for one in record.ids if one not in posts}, trains)
+            if all(absent.values()):  # others that have come may have ended since
+                come = [one for one in posts if one != member]
+                ends = zip(come, peers.notes.board.map(partial(peers.notes.get, "gone"), come), strict=True)
+                absent |= {one: why for one, why in ends if why}
+                posts = {one: found for one, found in posts.items() if one not in absent}
             holders = _absent_holders(peers, record, posts, absent)
             if all(absent.values()) and not holders:
                 new = decide(record, member, posts, absent)
