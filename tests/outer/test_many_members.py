@@ -6,11 +6,12 @@ import time
 
 import pytest
 
-from farflung.address.member_store import DONE, LauncherNotes, MemberStore, Record, encode
+from farflung.address.member_store import DONE, LauncherNotes, MemberStore, Post, Record, encode
 from farflung.address.object_group import ObjectTransport
 from farflung.base.errors import RankFailure
 from farflung.base.events import Kind
 from farflung.members.elastic import Elastic
+from farflung.members.settlement import await_ready, settle
 from tests.memory_bucket import MemoryBoard, memory_board
 from tests.outer.storm import STOPS, Storm, storm
 from tests.outer.test_elastic_laws import Members, needs, settled
@@ -175,3 +176,16 @@ def test_one_that_has_not_come_out_of_a_generation_has_the_grace_alone():
     peers.expect_round(100.0)
     assert peers.causes({2: 1.0}) == {2: ""}
     assert peers.causes({2: 1.0}, trains=False) == {2: "it did not come within 1 s"}
+
+
+def test_one_that_does_not_come_into_a_generation_has_the_grace_once():
+    with virtual_time() as clock:
+        transport = ObjectTransport(memory_board(), "memory")
+        peers = Elastic(transport, 1, grace_s=4.0).peers
+        peers.record = Record(1, 1, (1, 2))
+        assert peers.members.append(peers.record)
+        with pytest.raises(RankFailure, match="member 2: it did not come within"):
+            await_ready(peers, 1, peers.record)
+        missed_at = clock.now
+        assert settle(peers, 1, Post(1, True), trains=False).ids == (1,)
+        assert clock.now < missed_at + peers.grace_s

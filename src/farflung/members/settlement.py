@@ -80,7 +80,9 @@ def await_ready(peers: Peers, member: int, record: Record) -> None:
         absent = [one for one in record.ids if one not in come]
         waited_s = {one: asked - progress.get(one, ("", began))[1] for one in absent}
         causes = peers.causes(waited_s, trains=False)  # all have agreed on the generation, or on its members
-        found = [f"{peers.notes.name_of(one)}: {why}" for one, why in causes.items() if why]
+        late = [one for one, why in causes.items() if why]
+        members.board.map(lambda one: members.put(record.number, "late", one), late)  # the settlement waits no longer
+        found = [f"{peers.notes.name_of(one)}: {causes[one]}" for one in late]
         if members.current().number > record.number:
             found.append("the others have entered a later generation")
         if found:
