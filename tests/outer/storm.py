@@ -156,6 +156,8 @@ class Storm:
 
     def finish(self, within_s=600.0):
         """End the run; check that all have ended, with the same weights and the steps that they hold."""
+        # Some land a moment later than others: one that saw the end before them would end a round earlier.
+        self.until(lambda: self.clock.now > self.landings[-1][0] + self.step_s / 2, within_s)
         self.is_over, end = True, self.clock.now + within_s
         for thread in self.threads:
             thread.join(max(0.0, end - self.clock.now))
