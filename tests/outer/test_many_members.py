@@ -39,6 +39,10 @@ def test_what_befalls_one_of_24_members_costs_what_it_costs_among_4(kind):
     assert two_rounds(24, kind) < two_rounds(4, kind) + 1.0
 
 
+def test_12_newcomers_cost_the_others_what_one_costs():
+    assert two_rounds(12, *["join"] * 12) < two_rounds(12, "join") + 1.0
+
+
 def test_of_two_that_do_not_come_each_has_the_grace_however_long_rounds_are():
     assert two_rounds(4, "kill", "stop") < 2 * ROUND_S + 15.0
 

@@ -173,8 +173,8 @@ class Elastic:
         if not needs.overlaps:
             self._transfers.pause()
         try:
-            for name in [name for name, one in asking.items() if one.member in ready and self.island.rank == 0]:
-                self.peers.at_once.mark_ready(name)
+            names = [name for name, one in asking.items() if one.member in ready and self.island.rank == 0]
+            self.peers.at_once.board.map(self.peers.at_once.mark_ready, names)
         except Unreachable:
             return False
         return bool(ready)

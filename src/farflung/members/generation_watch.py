@@ -67,8 +67,7 @@ class GenerationWatch:
         places = peers.members_soon.get(number, self._what, missing)
         late = [one for one in missing if places.get(one) != entered.place]
         if late and waited_s > (limit_s := max(map(peers.limit_s, late))):
-            for one in late:
-                peers.members_soon.put(number, "late", one)
+            ask_each(lambda one: peers.members_soon.put(number, "late", one), late)
             return f"{', '.join(map(peers.notes_soon.name_of, late))}: late by more than {in_seconds(limit_s)}"
         if not late and waited_s > self._longest_s(entered):
             return f"no values came for {in_seconds(waited_s)}, though all wait for them"

@@ -126,9 +126,8 @@ class Peers:
         notice_s = _NOTICE_PAUSES * self.pause_s
         late = [one for one in self.awaited.members if waited_s > self.limit_s(one) + notice_s]
         places = self.members.get(number, self.awaited.note, late)
-        for one in late:
-            if places.get(one) != self.awaited.place:
-                self.members.put(number, "late", one)
+        late = [one for one in late if places.get(one) != self.awaited.place]
+        self.members.board.map(lambda one: self.members.put(number, "late", one), late)
 
     def causes(self, waited_s: Mapping[int, float], trains: bool = True) -> dict[int, str]:
         """Return the `cause` of each member that others have waited for."""

@@ -148,11 +148,15 @@ def _absent_holders(
 def _send(peers: Peers, new: Record, has_state: bool) -> None:
     """Send events: which members continue, and which are out."""
     notes, there = peers.notes, {"replicas": len(new.ids)}
-    for member, why in new.lost.items():
-        name, facts = notes.name_of(member), {**there, "has_state": has_state, **_late_facts(peers, member)}
+
+    def send_lost(member: int) -> None:
+        name, why = notes.name_of(member), new.lost[member]
+        facts = {**there, "has_state": has_state, **_late_facts(peers, member)}
         notes.send(Event.now(Kind.LOST, name, new.number, why=why, **facts))
         if not notes.get("gone", member):  # else its launcher knows better
             notes.send_to_launcher(member, Event.now(Kind.LOST, name, why=why, asks_again=True))
+
+    notes.board.map(send_lost, new.lost)
     if not new.lost:
         notes.send(Event.now(Kind.RECONNECTED, "", new.number, **there, why=peers.members.broken(new.number - 1)))
 

@@ -83,13 +83,17 @@ class Transfers:
             self._senders[newcomer].finish(place)
 
     def stop(self, newcomers: Iterable[int]) -> None:
-        for newcomer in newcomers:
-            if newcomer in self._senders:
-                self._senders.pop(newcomer).stop()
-                with suppress(Unreachable):
-                    board = self._peers.at_once
-                    if board.transfer(newcomer, 0) == (self._names[newcomer], self._member):  # not yet another giver's
-                        board.end_transfer(newcomer)
+        there = [newcomer for newcomer in newcomers if newcomer in self._senders]
+        for newcomer in there:
+            self._senders.pop(newcomer).stop()
+        board = self._peers.at_once
+
+        def end(newcomer: int) -> None:
+            with suppress(Unreachable):
+                if board.transfer(newcomer, 0) == (self._names[newcomer], self._member):  # not yet another giver's
+                    board.end_transfer(newcomer)
+
+        board.board.map(end, there)
 
     def close(self) -> None:
         """End all transfers, and wait a moment for their threads."""
@@ -99,7 +103,7 @@ class Transfers:
             one.join(_CLOSE_S)
 
     def _begin(self, newcomers: Sequence[int], state: Callable[[bool], Mapping[str, Any]]) -> None:
-        record, found = self._peers.record, state(True) if newcomers else {}
+        record, found, board = self._peers.record, state(True) if newcomers else {}, self._peers.at_once
         for newcomer in newcomers:
             assert record is not None
             self._num_begun += 1
@@ -107,9 +111,12 @@ class Transfers:
             self._names[newcomer] = name
             self._senders[newcomer] = StateSender(partial(self._connected, name, 0, newcomer))
             self._senders[newcomer].offer(found)
-            if self._island.rank == 0:
-                with suppress(Unreachable):  # or else it fails, for want of a receiver, and the next call starts again
-                    self._peers.at_once.begin_transfer(newcomer, name, self._member)
+
+        def begin(newcomer: int) -> None:
+            with suppress(Unreachable):  # or else it fails, for want of a receiver, and the next call starts again
+                board.begin_transfer(newcomer, self._names[newcomer], self._member)
+
+        board.board.map(begin, newcomers if self._island.rank == 0 else ())
 
     def _connected(self, name: str, rank: int, other: int, is_over: Callable[[], bool]) -> Group:
         watch = TransferWatch(self._peers.heartbeats.over(self._peers.notes), other, is_over)
