@@ -82,12 +82,18 @@ class Storm:
         return member
 
     def launch(self, member, process, owner):
-        """What a launcher does: it writes heartbeats, and records the end of its process."""
-        beat_at = 0.0
+        """What a launcher does: it writes heartbeats, and whether its process is stopped, and records its end."""
+        beat_at, was_stopped = 0.0, False
         while not process.ended.done():
             if self.clock.now >= beat_at:
                 self.notes.beat(f"machine{self.notes.name_of(member).split()[1]}", self.board.heartbeat_s)
                 beat_at = self.clock.now + self.board.heartbeat_s
+                is_stopped = owner.stopped_until > self.clock.now
+                if is_stopped and not was_stopped:
+                    self.notes.put("stopped", member)
+                elif was_stopped and not is_stopped:
+                    self.notes.forget(member, "stopped")
+                was_stopped = is_stopped
             time.sleep(0.1)
             if owner.is_dead:
                 return self.notes.note_end(member, "was killed by SIGKILL")
