@@ -11,8 +11,7 @@ from farflung.base.errors import CollectiveMismatch, ConfigError
 from farflung.base.tree import flatten
 from farflung.comm import collectives
 from farflung.comm.exchange import Exchange
-from farflung.comm.mismatch import require_alike
-from farflung.comm.packet import Header, encode_header
+from farflung.comm.packet import Header, encode_header, require_alike
 from farflung.testing.sim import run_replicas
 
 

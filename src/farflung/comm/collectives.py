@@ -27,8 +27,7 @@ from farflung.base.tree import flatten, unflatten
 from farflung.comm import payloads
 from farflung.comm.exchange import MAX_CAPACITY, Exchange, Packets
 from farflung.comm.group import SUMMED_IN, Op
-from farflung.comm.mismatch import require_alike
-from farflung.comm.packet import Signature, raw
+from farflung.comm.packet import Signature, raw, require_alike
 
 _T = TypeVar("_T")
 

@@ -12,15 +12,16 @@ import json
 import math
 import struct
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
 
-from farflung.base.errors import WrongType
+from farflung.base.errors import CollectiveMismatch, WrongType
 from farflung.base.torch_internals import foreach_copy_
 from farflung.base.tree import Spec, not_a_tensor
+from farflung.comm.mismatch import by_rank, called
 
 ALIGN = 16  # bytes; the widest dtype, complex128, needs no more
 LENGTHS = struct.Struct("=QQ")  # of header and payload, in front of each packet
@@ -196,3 +197,58 @@ def _named(spec: Spec) -> Any:
         keys = keys[1:]  # the first one is the factory
     names = None if keys is None else tuple([repr(key) for key in keys])
     return kind.__name__, names, tuple([_named(child) for child in children])
+
+
+def require_alike(headers: Sequence[Header], advice: str, alike: Callable[[LeafSpec], Any] = lambda kind: kind) -> None:
+    """Raise CollectiveMismatch, with the first difference, if the ranks' trees differ in structure or in a leaf.
+
+    Args:
+        advice: what to do about shapes that differ.
+        alike: what must be equal of each leaf.
+    """
+    if all(header is headers[0] for header in headers):
+        return
+    name = called(headers[0].signature)
+    if any(header.tree != headers[0].tree for header in headers):
+        trees = by_rank("brought", dict(enumerate(_sketch(header.tree) for header in headers)))
+        raise CollectiveMismatch(
+            f"{name}: {trees}. All ranks must pass the same structure, with keys in the same order."
+        )
+    for k, path in enumerate(_paths(headers[0].tree)):
+        kinds = [header.kinds[k] for header in headers]
+        if any(alike(kind) != alike(kinds[0]) for kind in kinds):
+            where = f"at {path}, " if path else ""
+            one_device = all(kind.device == kinds[0].device for kind in kinds)
+            one_dtype = all(kind.dtype == kinds[0].dtype for kind in kinds)
+            leaves = by_rank("brought", dict(enumerate(_leaf(kind, not one_device) for kind in kinds)))
+            if not one_device:
+                advice = "Move them to the same type of device on all ranks."
+            elif not one_dtype:
+                advice = "Convert them to the same dtype on all ranks."
+            raise CollectiveMismatch(f"{name}: {where}{leaves}. {advice}")
+
+
+def _leaf(kind: LeafSpec, with_device: bool) -> str:
+    text = f"{list(kind.shape)} {str(kind.dtype).removeprefix('torch.')}"
+    return f"{text} on {kind.device}" if with_device else text
+
+
+def _sketch(tree: Any) -> str:
+    """`dict('a': tensor, 'b': list(tensor, tensor))`."""
+    if tree is None:
+        return "tensor"
+    kind, keys, children = tree
+    inside = [_sketch(child) for child in children]
+    if keys is not None:
+        inside = [f"{key}: {text}" for key, text in zip(keys, inside, strict=True)]
+    return f"{kind}({', '.join(inside)})"
+
+
+def _paths(tree: Any, path: str = "") -> Iterator[str]:
+    """Yield where each leaf is, as one would write it: `['logits'][0]`."""
+    if tree is None:
+        yield path
+        return
+    _, keys, children = tree
+    for key, child in zip(range(len(children)) if keys is None else keys, children, strict=True):
+        yield from _paths(child, f"{path}[{key}]")
