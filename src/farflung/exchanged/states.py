@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""States of outer loops: checked, and merged on some ranks into one from which any number of ranks can continue.
+"""States of outer loops, merged on some ranks into one from which any number of ranks can continue.
 
 local       the mean over the old ranks, weighted by the work that each has done since its last round; values that are
             not finite count only if there are no others
@@ -10,20 +10,16 @@ in flight   counts as not sent: it is still in the local weights
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from farflung.base.checks import shown, wrong_type
-from farflung.base.errors import ConfigError
+from farflung.base.checks import wrong_type
 from farflung.base.tree import flatten, unflatten
-from farflung.exchanged.replica import Replica
-from farflung.exchanged.structure import AVERAGE, text_of
-
-_STATE = ("description", "position", "synced", "began", "seconds", "lr", "stats", "rounds")
+from farflung.exchanged.structure import check_form, check_state
 
 
 @dataclass(frozen=True)
@@ -125,36 +121,3 @@ def _mean_leaf(column: Sequence[Any], factors: Sequence[float]) -> Any:
         if factor:  # what does not count need not be finite
             total.add_(value, alpha=factor)
     return (total / sum(factors)).to(first.dtype)
-
-
-def check_form(where: str, state: object) -> None:
-    """Raise ConfigError unless `state` is that of an outer loop."""
-    if not isinstance(state, Mapping):
-        raise wrong_type(where, state, "what OuterLoop.state_dict() returned")
-    missing = [name for name in _STATE if name not in state]
-    if missing:
-        raise ConfigError(
-            f"{where}: {shown(list(state)) if state else '{}'} is not the state of an outer loop: {', '.join(missing)} "
-            "is missing. Give it what OuterLoop.state_dict() returned."
-        )
-
-
-def check_state(state: Mapping[str, Any], like: Mapping[str, Any]) -> None:
-    """Raise ConfigError unless the state of a loop has the same description and shards as `like`."""
-    saved, here = state["description"], like["description"]
-    if saved != here:
-        pairs = zip(state["parts"], like["parts"], strict=False) if "parts" in state else [(saved, here)]
-        odd = [f"{theirs} (here {mine})" for theirs, mine in pairs if theirs != mine]
-        raise ConfigError(f"This state was saved by another outer loop, with {', '.join(odd)}. Give both the same.")
-    old, new = state.get("shard", 0), like.get("shard", 0)
-    if old != new:
-        raise ConfigError(
-            f"This state was saved by rank {old} of an island, and this is rank {new} of one, with other shards. "
-            "Load on each rank what it saved."
-        )
-
-
-def identity_of(replica: Replica, shard: int) -> dict[str, Any]:
-    """Return the part of a state that must equal that of the loop that loads it: all but a mean of its weights."""
-    kept = [[part for part in group if not part.startswith(AVERAGE)] for group in replica.parts]
-    return {"description": text_of(kept), "parts": [part for group in kept for part in group], "shard": shard}

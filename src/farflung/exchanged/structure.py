@@ -1,18 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The structure of a model, by which a change is noticed, and descriptions of what its ranks exchange."""
+"""The structure of a model, by which a change is noticed, and descriptions of what its ranks exchange and save."""
 
 from __future__ import annotations
 
 import hashlib
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from operator import attrgetter
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from farflung.base.checks import shown, wrong_type
 from farflung.base.errors import ConfigError
 from farflung.base.torch_internals import own_buffers, own_parameters, passing_buffers
 from farflung.base.words import counted
@@ -22,6 +23,7 @@ from farflung.methods.fragments import Fragment, TensorPlace
 from farflung.methods.recipe import Recipe
 from farflung.votes.generation import Parts
 
+_STATE = ("description", "position", "synced", "began", "seconds", "lr", "stats", "rounds")
 AVERAGE = "average over rounds:"  # how a running mean of the weights is described
 
 _kind = attrgetter("dtype", "shape")
@@ -122,3 +124,36 @@ def adapter_in(model: nn.Module) -> dict[str, Any] | None:
                 own = {names[id(x)]: name for name, x in found.items()}
                 return {"settings": json.dumps(settings, default=list, indent=2), "names": own}
     return None
+
+
+def check_form(where: str, state: object) -> None:
+    """Raise ConfigError unless `state` is that of an outer loop."""
+    if not isinstance(state, Mapping):
+        raise wrong_type(where, state, "what OuterLoop.state_dict() returned")
+    missing = [name for name in _STATE if name not in state]
+    if missing:
+        raise ConfigError(
+            f"{where}: {shown(list(state)) if state else '{}'} is not the state of an outer loop: {', '.join(missing)} "
+            "is missing. Give it what OuterLoop.state_dict() returned."
+        )
+
+
+def check_state(state: Mapping[str, Any], like: Mapping[str, Any]) -> None:
+    """Raise ConfigError unless the state of a loop has the same description and shards as `like`."""
+    saved, here = state["description"], like["description"]
+    if saved != here:
+        pairs = zip(state["parts"], like["parts"], strict=False) if "parts" in state else [(saved, here)]
+        odd = [f"{theirs} (here {mine})" for theirs, mine in pairs if theirs != mine]
+        raise ConfigError(f"This state was saved by another outer loop, with {', '.join(odd)}. Give both the same.")
+    old, new = state.get("shard", 0), like.get("shard", 0)
+    if old != new:
+        raise ConfigError(
+            f"This state was saved by rank {old} of an island, and this is rank {new} of one, with other shards. "
+            "Load on each rank what it saved."
+        )
+
+
+def identity_of(parts: Parts, shard: int) -> dict[str, Any]:
+    """Return the part of a state that must equal that of the loop that loads it: all but a mean of its weights."""
+    kept = [[part for part in group if not part.startswith(AVERAGE)] for group in parts]
+    return {"description": text_of(kept), "parts": [part for group in kept for part in group], "shard": shard}

@@ -28,7 +28,7 @@ from farflung.comm.recording import unrecorded
 from farflung.comm.shards import reshard
 from farflung.comm.torch_group import explained
 from farflung.exchanged.replica import Replica
-from farflung.exchanged.states import check_form, check_state, identity_of
+from farflung.exchanged.structure import check_form, check_state, identity_of
 from farflung.exchanged.twins import Twins
 from farflung.methods.arguments import OuterConfig, chosen_recipe
 from farflung.methods.inner import hooks_of
@@ -364,7 +364,7 @@ class OuterLoop:
                 "state_dict() within synced(), where the model has other weights: call it after the block."
             )
         return {
-            **identity_of(self._rounds.replica, self._quorum.generation.island.shard),
+            **identity_of(self._rounds.replica.parts, self._quorum.generation.island.shard),
             "layout": self._rounds.replica.layout,
             **self._timetable.state_dict(),
             "are_alike": self._warmup.are_alike,
@@ -387,7 +387,7 @@ class OuterLoop:
         if not self.is_newcomer:
             self._sync.replace(self._chooser.resumed(state))
         replica, shard = self._rounds.replica, self._quorum.generation.island.shard
-        self._rounds.align(state, lambda: check_state(state, identity_of(replica, shard)))
+        self._rounds.align(state, lambda: check_state(state, identity_of(replica.parts, shard)))
         reshard(self._model.modules())
         if self.is_newcomer:
             self.reset_anchor()
