@@ -54,10 +54,14 @@ def room(name: str) -> str | None:
     return first if "/" in name and first in FLOORS else None
 
 
-def own_imports(node: ast.AST) -> list[str]:
-    """The modules of ours that `node` imports, as paths below the package: `comm/group`."""
+def own_imports(node: ast.AST, for_types: bool = True) -> list[str]:
+    """The modules of ours that `node` imports, also `for_types` alone, as paths below the package: `comm/group`."""
     found = []
+    blocks = [inner for inner in walk(node) if isinstance(inner, ast.If) and ast.unparse(inner.test) == "TYPE_CHECKING"]
+    typed = {inner for block in blocks for one in block.body for inner in walk(one)}
     for inner in walk(node):
+        if inner in typed and not for_types:
+            continue
         if isinstance(inner, ast.ImportFrom) and inner.module and inner.module.split(".")[0] == "farflung":
             paths = [f"{inner.module}.{alias.name}" for alias in inner.names]
             modules = [path for path in paths if f"{path.partition('.')[2].replace('.', '/')}.py" in NAMES]
@@ -67,6 +71,17 @@ def own_imports(node: ast.AST) -> list[str]:
         elif isinstance(inner, ast.ImportFrom) and inner.level:
             found.append("relative import")
     return [module.removeprefix("farflung.").replace(".", "/") for module in found]
+
+
+@cache
+def behind(file: str) -> set[str]:
+    """The files of ours that load with `file`, itself among them, but for what the `__init__` of their rooms loads."""
+    files, left = set(), [file]
+    while left:
+        if (one := left.pop()) not in files:
+            files.add(one)
+            left += [module for module in own_imports(tree(f"{one}.py"), for_types=False) if f"{module}.py" in NAMES]
+    return files
 
 
 def functions(node: ast.AST) -> list[ast.FunctionDef | ast.AsyncFunctionDef]:

@@ -10,8 +10,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
+from farflung.base.sizes import FEW_ROUNDS
 from farflung.base.words import counted, in_rate, in_seconds
-from farflung.config.outer import FEW_ROUNDS, OuterSettings
+from farflung.config.outer import OuterSettings
 from farflung.config.recipes import RECIPES
 from farflung.cost.methods import LATEST, Row, Rows, efficiency, flags_of, gradients, measurements, name_of
 from farflung.cost.model import Workload

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Sizes in bytes: as people write them, and how much travels at a time."""
+"""Sizes: bytes as people write them, how much travels at a time, and how many rounds a run should have."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from farflung.base.errors import ConfigError
 CAP_BYTES = 25 * 2**19  # two of them, one copied and one on the wire, are 25 MB
 HOP_BYTES, HOP_BYTES_OF_REQUESTS = 32 * 1024, 512 * 1024  # what a second hop has to save, on a line or at an address
 NAMED_BYTES = 128  # of a share that may lie in the name of an object
+FEW_ROUNDS = 10  # a run with fewer gets a warning
 _FEW = 3  # ranks: so few read each other's objects however small they are
 _LEAST_BYTES = 4 * 2**20  # they stay in a cache between copy and wire
 

@@ -18,7 +18,6 @@ from farflung.config.recipes import CODECS, RECIPES, Option, help_of
 
 Outer = TypeVar("Outer")
 
-FEW_ROUNDS = 10  # a run with fewer gets a warning
 AUTO = "auto"  # the recipe that chooses another one, with all its options
 NAMES = (AUTO, *RECIPES)
 MACHINE = "machine"

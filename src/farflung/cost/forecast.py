@@ -13,9 +13,8 @@ import click
 from click.core import ParameterSource
 
 from farflung.base.errors import ConfigError
-from farflung.base.sizes import num_bytes
+from farflung.base.sizes import FEW_ROUNDS, num_bytes
 from farflung.base.words import counted, in_bytes, in_rate, in_seconds
-from farflung.config.outer import FEW_ROUNDS
 from farflung.config.setting import BOTH_SPELLINGS
 from farflung.cost.evidence import PARAMETERS, STEPS
 from farflung.cost.meeting import MeetingPlace, Prices

@@ -14,10 +14,10 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
-from farflung.base.sizes import bucket_bytes_for
+from farflung.base.sizes import FEW_ROUNDS, bucket_bytes_for
 from farflung.base.words import counted
 from farflung.codec.wire_sizes import blockwise_bytes, top_k_bytes
-from farflung.config.outer import FEW_ROUNDS, OuterSettings
+from farflung.config.outer import OuterSettings
 from farflung.cost.evidence import EFFICIENCY, PARAMETERS, STEPS, Measured
 from farflung.cost.model import Cost, Method, Workload, cost_of
 

@@ -11,19 +11,13 @@ from inspect import signature
 from typing import Any
 
 import torch
-from torch import nn
 
 import farflung.methods.recipes as recipes
-from farflung.base.checks import (
-    check_type,
-    check_whole,
-    check_word,
-    wrong_type,
-)
+from farflung.base.checks import check_whole, check_word, wrong_type
 from farflung.base.errors import ConfigError
 from farflung.config.outer import AUTO, MACHINE, OuterSettings
 from farflung.methods.inner import AverageState, Inner, KeepState, ResetState
-from farflung.methods.recipe import Recipe, unfit as unfit
+from farflung.methods.recipe import Recipe, check_model as check_model, unfit as unfit
 from farflung.methods.robustness import robust
 from farflung.methods.schedule import TrialSchedule
 
@@ -139,10 +133,3 @@ def _rounds_in(steps: int, recipe: Recipe) -> int | None:
     if said:
         warnings.warn(said, stacklevel=4)
     return (steps - recipe.warmup) // every
-
-
-def check_model(model: object) -> None:
-    """Raise WrongType unless `model` is a module; a recipe in its place means that the two were swapped."""
-    if isinstance(model, (Recipe, OuterConfig)):
-        raise wrong_type("model", model, "an nn.Module: the model comes before the recipe")
-    check_type("model", model, nn.Module, "an nn.Module")

@@ -11,12 +11,12 @@ import torch
 
 from farflung.base.checks import check_callable, check_flag, check_protocol, check_whole, check_word, wrong_type
 from farflung.base.errors import ConfigError
+from farflung.base.sizes import FEW_ROUNDS
 from farflung.base.words import counted
 from farflung.codec.base import Codec, Identity
 from farflung.codec.feedback import ErrorFeedback
 from farflung.codec.named import codec_of
 from farflung.comm.group import SoloGroup
-from farflung.config.outer import FEW_ROUNDS
 from farflung.methods.aggregate import GatherMean, Gossip, RadialMean, ReduceScatterMean, TrimmedMax, TrimmedMean
 from farflung.methods.agreement import Aggregator, Blend, MakeOptimizer, Max, Mean, Merge, Replace, Ways
 from farflung.methods.fragments import Cut, whole
@@ -327,3 +327,10 @@ def unfit(recipe: Recipe, most: int, is_fixed: bool, by_ddp: bool = False) -> st
         f"{recipe.aggregator} with {recipe.policy} needs {counted(recipe.least, 'replica')}, so that the others "
         f"outvote any one of them, and there are at most {most}. Add replicas, or leave out the rule (robust)."
     )
+
+
+def check_model(model: object) -> None:
+    """Raise WrongType unless `model` is a module; a recipe, or settings with its name, was swapped with it."""
+    if not isinstance(model, torch.nn.Module):
+        is_recipe = isinstance(model, Recipe) or isinstance(getattr(model, "recipe", None), str)
+        raise wrong_type("model", model, f"an nn.Module{': the model comes before the recipe' * is_recipe}")

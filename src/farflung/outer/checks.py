@@ -26,8 +26,7 @@ from farflung.base.words import counted, numbered
 from farflung.comm.group import Group, SoloGroup
 from farflung.comm.shards import is_partial, is_sharded, meshes, num_parts, sharded_parts
 from farflung.comm.torch_group import TorchGroup, mesh_along
-from farflung.methods.arguments import OuterConfig, check_model
-from farflung.methods.recipe import Recipe
+from farflung.methods.recipe import Recipe, check_model
 from farflung.outer.membership import Membership
 
 
@@ -68,9 +67,10 @@ def check_arguments(
 
 def check_report(recipe: object) -> None:
     """Raise ConfigError for settings that ask for lines about the rounds, which a plain loop doesn't print."""
-    if isinstance(recipe, OuterConfig) and recipe.report not in (None, "off"):
+    report = getattr(recipe, "report", None)  # which neither a recipe nor its name has
+    if report not in (None, "off"):
         raise ConfigError(
-            f"is {recipe.report!r}, but a plain OuterLoop prints no lines. Leave it out: `loop.stats()` has the "
+            f"is {report!r}, but a plain OuterLoop prints no lines. Leave it out: `loop.stats()` has the "
             "figures, and a function in `loop.listeners` is called with each round.",
             "report",
         )

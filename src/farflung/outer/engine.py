@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from types import TracebackType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -22,6 +22,7 @@ from torch.utils.hooks import RemovableHandle
 
 from farflung.base.causes import cause_of
 from farflung.base.errors import ConfigError, StateError
+from farflung.base.lazy import LazyModule
 from farflung.base.sizes import num_buffers_among
 from farflung.comm.group import Group
 from farflung.comm.recording import unrecorded
@@ -30,7 +31,6 @@ from farflung.comm.torch_group import explained
 from farflung.exchanged.replica import Replica
 from farflung.exchanged.structure import check_form, check_state, identity_of
 from farflung.exchanged.twins import Twins
-from farflung.methods.arguments import OuterConfig, chosen_recipe
 from farflung.methods.inner import hooks_of
 from farflung.methods.recipe import Recipe, unfit
 from farflung.methods.schedule import Change, Launch, Schedule
@@ -52,6 +52,11 @@ from farflung.outer.rounds import Rounds
 from farflung.outer.stats import Meter, Round, Stats
 from farflung.outer.sync import Sync
 from farflung.outer.timetable import Timetable
+
+if TYPE_CHECKING:
+    from farflung.methods import arguments as arguments
+else:
+    arguments = LazyModule("farflung.methods.arguments")  # recipes by name, and every published method
 
 
 class OuterLoop:
@@ -114,7 +119,7 @@ class OuterLoop:
     def __init__(
         self,
         model: nn.Module,
-        recipe: Recipe | OuterConfig | str,
+        recipe: Recipe | arguments.OuterConfig | str,
         group: Group | None = None,
         *,
         inner: Optimizer | None = None,
@@ -130,7 +135,7 @@ class OuterLoop:
             group, island = groups_of(mesh, outer, is_alone=group is None and island is None and membership is None)
         check_arguments(model, group, inner, island, membership, bucket_bytes, clock)
         check_report(recipe)
-        recipe = chosen_recipe(recipe)
+        recipe = recipe if isinstance(recipe, Recipe) else arguments.chosen_recipe(recipe)
         cap_bytes = bucket_bytes or recipe.bucket_bytes or default_bucket_bytes(model)
         on_cpu = all(parameter.is_cpu for parameter in model.parameters())
         membership = membership or fixed_membership(group, island, on_cpu)
