@@ -4,15 +4,20 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 import torch
 from torch import Tensor
 
 from farflung.base.checks import check_number
 from farflung.base.errors import ConfigError
+from farflung.base.lazy import LazyModule
 from farflung.codec.base import Codec
-from farflung.codec.named import codec_of
+
+if TYPE_CHECKING:
+    from farflung.codec import named as named
+else:
+    named = LazyModule("farflung.codec.named")
 
 
 @dataclass(frozen=True)
@@ -41,7 +46,7 @@ class ErrorFeedback:
     linear: ClassVar[bool] = False  # what a wire leaves out must not depend on how much it will count in a sum
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "codec", codec_of(self.codec))
+        object.__setattr__(self, "codec", named.codec_of(self.codec))
         check_number("ErrorFeedback: beta", self.beta, above=0, most=1)
         if isinstance(self.codec, ErrorFeedback):
             raise ConfigError(f"ErrorFeedback({self.codec!r}): this codec already has a residual; pass one without.")
@@ -49,6 +54,10 @@ class ErrorFeedback:
     @property
     def limit(self) -> float:
         return self.codec.limit
+
+    @property
+    def is_sparse(self) -> bool:
+        return getattr(self.codec, "is_sparse", False)
 
     def encode_with(self, x: Tensor, residual: Tensor) -> Tensor:
         """Return the wire of `beta * residual + x`, and leave in `x` what it does not say: the next residual.

@@ -57,6 +57,7 @@ class TopK:
     bits: int = 2
 
     linear: ClassVar[bool] = False
+    is_sparse: ClassVar[bool] = True  # a sum of several is not
 
     def __post_init__(self) -> None:
         check_whole("TopK: chunk", self.chunk, least=2, most=1 << 16)

@@ -17,7 +17,6 @@ from farflung.base.errors import ConfigError, Unsupported
 from farflung.base.sizes import saves_by_two_hops
 from farflung.codec.base import Codec, Identity
 from farflung.codec.feedback import ErrorFeedback
-from farflung.codec.sparse import TopK
 from farflung.comm.bucket import Buckets
 from farflung.comm.group import Group
 from farflung.methods.agreement import Aggregator, Mean, Payload, Pending, parts_of
@@ -64,8 +63,7 @@ class GatherMean(_Gathering):
 
     def takes_two(self, codec: Codec) -> bool:
         """Return whether it may take two hops. The sum of sparse values is not encoded again: its cost is unknown."""
-        inside = codec.codec if isinstance(codec, ErrorFeedback) else codec
-        return self.hops is None and not codec.linear and not isinstance(inside, TopK)
+        return self.hops is None and not codec.linear and not getattr(codec, "is_sparse", False)
 
     def prepare(self, x: Tensor, codec: Codec, group: Group, residual: Tensor | None) -> Payload:
         if self.takes_two(codec) and saves_by_two_hops(codec.wire_bytes(x.numel()), group.size, group.hop_bytes):

@@ -5,17 +5,17 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
-from typing import Literal, TypeAlias, get_args
+from typing import TYPE_CHECKING, Literal, TypeAlias, get_args
 
 import torch
 
 from farflung.base.checks import check_callable, check_flag, check_protocol, check_whole, check_word, wrong_type
 from farflung.base.errors import ConfigError
+from farflung.base.lazy import LazyModule
 from farflung.base.sizes import FEW_ROUNDS
 from farflung.base.words import counted
 from farflung.codec.base import Codec, Identity
 from farflung.codec.feedback import ErrorFeedback
-from farflung.codec.named import codec_of
 from farflung.comm.group import SoloGroup
 from farflung.methods.aggregate import GatherMean, Gossip, RadialMean, ReduceScatterMean, TrimmedMax, TrimmedMean
 from farflung.methods.agreement import Aggregator, Blend, MakeOptimizer, Max, Mean, Merge, Replace, Ways
@@ -37,6 +37,11 @@ from farflung.methods.schedule import (
     streaming,
 )
 from farflung.methods.weighting import ByWork, Policy, Screened, WithoutOutliers
+
+if TYPE_CHECKING:
+    from farflung.codec import named as named
+else:
+    named = LazyModule("farflung.codec.named")
 
 Work: TypeAlias = Literal["steps", "items", "items_squared"]
 
@@ -130,7 +135,8 @@ class Recipe:
 
     def _check_kinds(self) -> None:
         check_schedule("schedule", self.schedule)
-        object.__setattr__(self, "codec", codec_of(self.codec))
+        if not isinstance(self.codec, Identity):
+            object.__setattr__(self, "codec", named.codec_of(self.codec))
         check_protocol("aggregator", self.aggregator, ("prepare", "start", "agrees"), "an aggregator, such as Mean()")
         check_protocol("policy", self.policy, ("norm", "max_norm"), "a policy, such as ByWork()")
         check_word("weigh_by", self.weigh_by, get_args(Work))
