@@ -280,6 +280,14 @@ def test_what_serves_accelerates_names_alone_and_the_lowest_room_stay_small():
     assert sum(count for name, count in lines.items() if room(name) == "base") <= 2_000
 
 
+def test_the_outer_loop_is_read_in_a_day():
+    """What it needs whatever the recipe; `docs/concepts/outer.md` has the files in reading order."""
+    files = behind("outer/engine")
+    lines = sum((SOURCE / f"{file}.py").read_text().count("\n") for file in files)
+    assert len(files) <= 56, sorted(files)
+    assert lines <= 11_000, lines
+
+
 # Whose words are looked at there: gloo's, NCCL's and torch's; those of transformers, of NVIDIA's driver, of torch.
 FOREIGN_WORDS = {"base/causes.py", "launch/estimate.py", "doctor/machine.py", "loop/accumulation.py"}
 FOREIGN_WORDS |= {

@@ -15,9 +15,10 @@ from farflung.base.errors import ConfigError
 from farflung.codec.base import Identity
 from farflung.codec.blockwise import Int4, Int8
 from farflung.methods.aggregate import GatherMean, ReduceScatterMean, TrimmedMean
+from farflung.methods.policies import ClippedToMedian, WithoutOutliers
 from farflung.methods.recipes import diloco, edit, gossip
 from farflung.methods.schedule import Every, Levels
-from farflung.methods.weighting import ByWork, ClippedToMedian, Decision, WithoutOutliers
+from farflung.methods.weighting import ByWork, Decision
 from farflung.outer import ErrorFeedback, Mean, OuterLoop, Recipe, TopK
 from farflung.testing.sim import run_replicas
 from farflung.votes.ballot import Tally

@@ -104,12 +104,12 @@ def test_equal_moves_and_a_replica_alone_give_the_plain_mean(codec):
 
 @pytest.mark.law("radial-keeps-lengths")
 def test_moves_with_nothing_in_common_lose_no_length_however_many_there_are():
-    lengths = {recipe.is_radial: [] for recipe in (PLAIN, RADIAL)}
+    lengths = {recipe.changes_norm: [] for recipe in (PLAIN, RADIAL)}
     for size in (1, 2, 4, 8):
         ways = [torch.zeros(1, NUMEL).index_fill(1, torch.tensor(rank), 3.0) for rank in range(size)]
         for recipe in (PLAIN, RADIAL):
             (flat, norms), *_ = run_replicas(moved, size, recipe, ways)
-            lengths[recipe.is_radial].append(flat.norm().item())
+            lengths[recipe.changes_norm].append(flat.norm().item())
             assert norms[0] == pytest.approx((flat.norm().item(), 0.0), abs=1e-6)
     assert lengths[True] == pytest.approx([3.0] * 4)
     assert lengths[False] == pytest.approx([3.0 / math.sqrt(size) for size in (1, 2, 4, 8)])

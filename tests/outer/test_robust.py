@@ -24,7 +24,7 @@ from farflung.comm.shards import full
 from farflung.comm.torch_group import TorchGroup
 from farflung.hosts.rounds import record_rounds
 from farflung.methods.robustness import RULES
-from farflung.methods.weighting import Decision, in_proportion
+from farflung.methods.weighting import Decision, Policy, in_proportion
 from farflung.outer import ByWork, ClippedToMedian, OuterLoop, Screened, diloco, robust, streaming_diloco
 from farflung.outer.membership import fixed_membership
 from farflung.testing.ranks import run_ranks
@@ -211,7 +211,7 @@ def test_values_too_large_for_the_codec_drop_no_round_of_the_others():
     assert [dict(this.left_out) for this in found[0][1]] == [{2: "its values are not finite"}] * 4
 
 
-class CountsRounds:
+class CountsRounds(Policy):
     """A policy that remembers how often it was asked."""
 
     norm, max_norm = "local", math.inf

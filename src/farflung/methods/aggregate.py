@@ -61,6 +61,9 @@ class GatherMean(_Gathering):
     def __repr__(self) -> str:
         return "GatherMean()" if self.hops is None else "GatherMean(hops=1)"
 
+    def rounding_once(self) -> Aggregator:
+        return GatherMean(hops=1)
+
     def takes_two(self, codec: Codec) -> bool:
         """Return whether it may take two hops. The sum of sparse values is not encoded again: its cost is unknown."""
         return self.hops is None and not codec.linear and not getattr(codec, "is_sparse", False)
@@ -89,6 +92,8 @@ class ReduceScatterMean(Aggregator):
 
     A rank receives 2(M-1)/M wires where `GatherMean` makes it M - 1, and values are rounded twice.
     """
+
+    not_eager: ClassVar[str] = "rounds again. Use GatherMean()"
 
     def prepare(self, x: Tensor, codec: Codec, group: Group, residual: Tensor | None) -> Payload:
         if codec.linear:
@@ -147,6 +152,8 @@ class TrimmedMean(_Gathering):
     """
 
     trim: int = 1
+    weighs_work: ClassVar[bool] = False
+    not_eager: ClassVar[str] = "is no such mean"
 
     def __post_init__(self) -> None:
         check_whole("TrimmedMean: trim", self.trim, least=1)
@@ -195,6 +202,13 @@ class RadialMean(Aggregator):
 
     Source: Decoupled DiLoCo (arXiv:2604.21428).
     """
+
+    is_radial: ClassVar[bool] = True
+    not_eager: ClassVar[str] = "is no such mean"
+    needs_anchor: ClassVar[str] = "needs the replicas' pseudo-gradients"
+
+    def lengths(self, buckets: Buckets, embeddings: Sequence[bool]) -> Lengths:
+        return Lengths(buckets, embeddings)
 
     def prepare(self, x: Tensor, codec: Codec, group: Group, residual: Tensor | None) -> Payload:
         return mean_of(codec).prepare(x, codec, group, residual)
@@ -284,9 +298,15 @@ class Gossip(Aggregator):
 
     pull: float = 0.0
     agrees: ClassVar[bool] = False
+    weighs_work: ClassVar[bool] = False
+    not_eager: ClassVar[str] = "is no such mean"
 
     def __post_init__(self) -> None:
         check_number("pull", self.pull, least=0, most=1)
+
+    @property
+    def needs_anchor(self) -> str:
+        return "pulls anchors together" if self.pull else ""
 
     def prepare(self, x: Tensor, codec: Codec, group: Group, residual: Tensor | None) -> Payload:
         if residual is not None:

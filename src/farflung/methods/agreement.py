@@ -65,6 +65,27 @@ class Aggregator(Protocol):
     """
 
     agrees: ClassVar[bool] = True  # all ranks get the same bits
+    weighs_work: ClassVar[bool] = True  # a rank that has done more counts for more
+    is_radial: ClassVar[bool] = False  # the mean of each tensor gets the mean norm of the replicas' values
+    not_eager: ClassVar[str] = ""  # why a rank's term in it can't be replaced a round later; empty if it can
+
+    @property
+    def trim(self) -> int:
+        """How many of the largest values of each element don't count, and of the smallest."""
+        return 0
+
+    @property
+    def needs_anchor(self) -> str:
+        """Why it can't average weights; empty if it can."""
+        return ""
+
+    def rounding_once(self) -> Aggregator:
+        """Return it with one hop, so that a codec rounds each value once."""
+        return self
+
+    def lengths(self, buckets: Buckets, embeddings: Sequence[bool]) -> Any:
+        """Return the `Lengths` of a round; None if the mean keeps its own length."""
+        return None
 
     def prepare(self, x: Tensor, codec: Codec, group: Group, residual: Tensor | None) -> Payload:
         """Do the part of the work on `x` `[n]` that does not need this rank's weight."""

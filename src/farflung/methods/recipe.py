@@ -17,7 +17,6 @@ from farflung.base.words import counted
 from farflung.codec.base import Codec, Identity
 from farflung.codec.feedback import ErrorFeedback
 from farflung.comm.group import SoloGroup
-from farflung.methods.aggregate import GatherMean, Gossip, RadialMean, ReduceScatterMean, TrimmedMax, TrimmedMean
 from farflung.methods.agreement import Aggregator, Blend, MakeOptimizer, Max, Mean, Merge, Replace, Ways
 from farflung.methods.fragments import Cut, whole
 from farflung.methods.inner import Inner, KeepState
@@ -36,7 +35,7 @@ from farflung.methods.schedule import (
     check_schedule,
     streaming,
 )
-from farflung.methods.weighting import ByWork, Policy, Screened, WithoutOutliers
+from farflung.methods.weighting import ByWork, Policy
 
 if TYPE_CHECKING:
     from farflung.codec import named as named
@@ -107,19 +106,15 @@ class Recipe:
         fits = isinstance(inside, Streaming) and inside.fragments == 1 and inside.delay == inside.every
         if self.eager and not fits:
             raise ConfigError("eager needs a schedule with one fragment and a delay equal to every.")
-        if self.eager and isinstance(self.aggregator, (Gossip, RadialMean, TrimmedMean)):
-            raise ConfigError(f"eager replaces this rank's term in a mean, and {self.aggregator} is no such mean.")
-        if isinstance(self.aggregator, ReduceScatterMean) and self.eager:
-            raise ConfigError(
-                "eager replaces this rank's term in a mean, which ReduceScatterMean() rounds again. Use GatherMean()."
-            )
+        if self.eager and (why := self.aggregator.not_eager):
+            raise ConfigError(f"eager replaces this rank's term in a mean, and {self.aggregator} {why}.")
         if self.levels and self.optimizer is not None:
             raise ConfigError(
                 f"{self.schedule} with an outer optimizer: rounds in smaller groups would leave each group an anchor "
                 "of its own. Leave the optimizer out, so that weights are averaged."
             )
         for part in (self.aggregator, self.policy) if self.weighs_items else ():
-            if isinstance(part, (Gossip, TrimmedMean, WithoutOutliers)):
+            if not part.weighs_work:
                 raise ConfigError(
                     f"is {self.weigh_by!r}, but {part} does not weight replicas by their work. Leave it out, or use a "
                     "recipe that does, such as diloco.",
@@ -137,8 +132,10 @@ class Recipe:
         check_schedule("schedule", self.schedule)
         if not isinstance(self.codec, Identity):
             object.__setattr__(self, "codec", named.codec_of(self.codec))
-        check_protocol("aggregator", self.aggregator, ("prepare", "start", "agrees"), "an aggregator, such as Mean()")
-        check_protocol("policy", self.policy, ("norm", "max_norm"), "a policy, such as ByWork()")
+        wanted = "an Aggregator of farflung.methods.agreement, such as Mean()"
+        check_protocol("aggregator", self.aggregator, ("prepare", "start", "lengths"), wanted)
+        wanted = "a Policy of farflung.methods.weighting, such as ByWork()"
+        check_protocol("policy", self.policy, ("norm", "max_norm", "screens"), wanted)
         check_word("weigh_by", self.weigh_by, get_args(Work))
         if self.optimizer is not None:
             check_callable("optimizer", self.optimizer, "functools.partial(torch.optim.Adam, lr=1e-3)")
@@ -168,11 +165,12 @@ class Recipe:
             )
         if isinstance(self.codec, ErrorFeedback) or isinstance(self.merge, Blend):
             raise ConfigError(f"{self.codec} with {self.merge} needs an anchor: give the recipe an outer optimizer.")
-        if isinstance(self.aggregator, Gossip) and self.aggregator.pull:
-            raise ConfigError(f"{self.aggregator} pulls anchors together: give the recipe an outer optimizer.")
-        if self.is_radial or self.policy.norm != "none":
-            part = self.aggregator if self.is_radial else self.policy
-            raise ConfigError(f"{part} needs the replicas' pseudo-gradients: give the recipe an outer optimizer.")
+        if why := self.aggregator.needs_anchor:
+            raise ConfigError(f"{self.aggregator} {why}: give the recipe an outer optimizer.")
+        if self.policy.norm != "none":
+            raise ConfigError(
+                f"{self.policy} needs the replicas' pseudo-gradients: give the recipe an outer optimizer."
+            )
 
     def scheduled(self, changes: tuple[Change, ...]) -> Schedule:
         """Return the schedule with these changes of H; ConfigError if they do not fit the recipe."""
@@ -189,8 +187,7 @@ class Recipe:
     @property
     def exchange(self) -> Aggregator:
         """How weights are exchanged: as `aggregator` says, but in one hop where a value may be rounded once only."""
-        is_rounded_once = (self.eager or self.optimizer is None) and self.aggregator == GatherMean()
-        return GatherMean(hops=1) if is_rounded_once else self.aggregator
+        return self.aggregator.rounding_once() if self.eager or self.optimizer is None else self.aggregator
 
     @property
     def is_whole(self) -> bool:
@@ -200,13 +197,13 @@ class Recipe:
     @property
     def changes_norm(self) -> bool:
         """Whether the aggregate is made longer or shorter."""
-        return self.policy.max_norm < math.inf or self.is_radial
+        return self.policy.max_norm < math.inf or self.aggregator.is_radial
 
     @property
     def least(self) -> int:
         """The number of replicas that its aggregation needs, so that the others outvote any one of them."""
-        trims = self.aggregator.trim if isinstance(self.aggregator, TrimmedMean) else 0
-        return 2 * trims + 1 + (1 if trims else 2) * isinstance(self.policy, Screened)
+        trim = self.aggregator.trim
+        return 2 * trim + 1 + (1 if trim else 2) * self.policy.screens
 
     @property
     def weighs_items(self) -> bool:
@@ -215,11 +212,6 @@ class Recipe:
 
     def work_of(self, items: float) -> float:
         return {"steps": 1.0, "items": items, "items_squared": items * items}[self.weigh_by]
-
-    @property
-    def is_radial(self) -> bool:
-        """Whether the mean of each tensor gets the mean norm of the replicas' values."""
-        return isinstance(self.aggregator, RadialMean)
 
     @property
     def votes_first(self) -> bool:
@@ -265,7 +257,7 @@ class Recipe:
     @property
     def beside(self) -> Ways:
         """How buffers, and what is averaged outside of rounds, are aggregated."""
-        return (TrimmedMean(), TrimmedMax()) if isinstance(self.policy, Screened) else (Mean(), Max())
+        return self.policy.beside or (Mean(), Max())
 
     @property
     def is_undecided(self) -> bool:

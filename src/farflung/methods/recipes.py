@@ -25,9 +25,9 @@ from farflung.methods.aggregate import GatherMean, Gossip, RadialMean, ReduceSca
 from farflung.methods.agreement import Aggregator, Blend, MakeOptimizer
 from farflung.methods.fragments import Cut, Fragment, by_bytes, strided
 from farflung.methods.momentum import OuterSGD
+from farflung.methods.policies import ClippedToMedian, WithoutOutliers
 from farflung.methods.recipe import Recipe
 from farflung.methods.schedule import ByTime, Every, Levels, Quadratic, Schedule, Streaming, Warmup
-from farflung.methods.weighting import ClippedToMedian, WithoutOutliers
 
 __all__ = [
     "diloco",

@@ -12,9 +12,10 @@ from farflung.codec.feedback import ErrorFeedback
 from farflung.codec.sparse import TopK
 from farflung.methods.aggregate import RadialMean, ReduceScatterMean, TrimmedMean
 from farflung.methods.inner import AverageState
+from farflung.methods.policies import ClippedToMedian, Screened
 from farflung.methods.recipe import Recipe
 from farflung.methods.schedule import Levels, TrialSchedule, Warmup
-from farflung.methods.weighting import ByWork, ClippedToMedian, Norm, Screened
+from farflung.methods.weighting import ByWork, Norm
 
 RULES = ("trimmed", "clip")
 

@@ -13,11 +13,12 @@ from farflung.methods.aggregate import GatherMean, Gossip, RadialMean, ReduceSca
 from farflung.methods.agreement import Blend, Mean, Replace
 from farflung.methods.fragments import apart, blocks, by_bytes, strided, whole
 from farflung.methods.inner import AverageState, KeepState, ResetState, muon_groups
+from farflung.methods.policies import ClippedToMedian, Screened, WithoutOutliers
 from farflung.methods.recipe import Recipe
 from farflung.methods.recipes import *  # noqa: F403 - its __all__ is the list of recipes
 from farflung.methods.robustness import robust
 from farflung.methods.schedule import ByTime, Change, Every, Levels, Quadratic, Streaming, Warmup
-from farflung.methods.weighting import ByWork, ClippedToMedian, Screened, WithoutOutliers
+from farflung.methods.weighting import ByWork
 from farflung.outer.engine import OuterLoop
 from farflung.outer.stats import Round, Stats
 

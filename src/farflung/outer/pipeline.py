@@ -7,18 +7,20 @@ import math
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from farflung.comm.group import Group
 from farflung.exchanged.bound import BoundFragment
-from farflung.methods.aggregate import Lengths, RadialMean
 from farflung.methods.agreement import Averaged, NewParameters, Payload, Pending
 from farflung.methods.weighting import Decision
 from farflung.outer.stats import Meter
 from farflung.votes.ballot import Island
+
+if TYPE_CHECKING:
+    from farflung.methods.aggregate import Lengths
 
 _AHEAD = 2  # buckets on the wire at a time
 COMING = "coming"  # parameters that are exchanged for the first time
@@ -59,9 +61,9 @@ class Pipeline:
         self.arrived: deque[Bucket] = deque()
         self.num_arrived = self.num_landed = fragment.num_landed
         self._lengths: Lengths | None = None
-        if isinstance(fragment.weights.aggregator, RadialMean) and group.size > 1:
+        if group.size > 1:
             embeddings = [place.is_embedding for place in fragment.cut.parameters]
-            self._lengths = Lengths(fragment.weights.buckets, embeddings)
+            self._lengths = fragment.weights.aggregator.lengths(fragment.weights.buckets, embeddings)
         self.mean_square: float | None = None
 
     @property

@@ -24,7 +24,7 @@ from farflung.exchanged.replica import ModelChange
 from farflung.exchanged.trained import TrainedProposal
 from farflung.methods.recipe import Recipe
 from farflung.methods.schedule import Launch
-from farflung.methods.weighting import Decision, NormHistory, Screened, in_proportion
+from farflung.methods.weighting import Decision, NormHistory, in_proportion
 from farflung.outer.background import BackgroundJob, BackgroundWorker
 from farflung.outer.pipeline import Pipeline
 from farflung.outer.stats import Meter, Round
@@ -199,7 +199,7 @@ class OpenRound:
     def _decide(self, tally: Tally) -> None:
         policy, limit = self._recipe.policy, self._recipe.codec.limit
         self._history = deepcopy(self._fragment.history)  # survivors of a loss may not all have come this far
-        norms = tally.usable_norms(limit) if isinstance(policy, Screened) else tally.norms
+        norms = tally.usable_norms(limit) if policy.screens else tally.norms
         decision = policy(tally.weights, norms, self._history)
         of_buffers = in_proportion(
             [0.0 if rank in decision.left_out else weight for rank, weight in enumerate(tally.sound_weights)]
