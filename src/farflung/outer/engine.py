@@ -160,7 +160,7 @@ class OuterLoop:
         chooser.bind(model, quorum)
         quorum.under_way = weakref.proxy(self._rounds)  # or a loop that is dropped would keep its model
         by_ddp = self._ddp is not None and membership.is_fixed  # a replica that comes and goes is a world of its own
-        self._warmup = GradientWarmup(recipe.warmup, model, timetable, quorum, self._meter, by_ddp)
+        self._warmup = GradientWarmup(model, timetable, quorum, self._meter, by_ddp)
         self._sync = Sync(timetable, quorum, self._rounds, self._warmup, self._meter, chooser, replica_of)
         self._sync.enter()
         self.open_end = OpenEnd(weakref.WeakMethod(self._sync.note_weights) if island.size == 1 else lambda: None)
@@ -192,7 +192,7 @@ class OuterLoop:
                 self._rounds.replica.count(self._timetable.recipe.work_of(items))
             self._meter.add("steps")
         self.open_end.steps += not is_shared and self._quorum.group.size > 1
-        if self._timetable.position == self._warmup.steps and self._warmup.are_alike:
+        if self._timetable.position == self._timetable.recipe.warmup and self._warmup.are_alike:
             self.reset_anchor()
 
     def sync_if_due(self) -> None:
@@ -427,7 +427,7 @@ class OuterLoop:
     @property
     def is_warming(self) -> bool:
         """Whether the next step belongs to the warm-up, in which gradients are averaged and weights are not."""
-        return self._timetable.position < self._timetable.recipe.warmup
+        return self._timetable.is_warming
 
     @property
     def position(self) -> int:

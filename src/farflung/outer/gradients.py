@@ -162,7 +162,6 @@ class GradientWarmup:
         is_over: no rank stays without data any more.
     """
 
-    steps: int
     model: nn.Module
     timetable: Timetable
     quorum: Quorum
@@ -175,29 +174,24 @@ class GradientWarmup:
     _has_all: int = -1  # the position at which those of all optimizers were averaged together
 
     @property
-    def is_on(self) -> bool:
-        """Whether the next step is one of them."""
-        return self.timetable.position < self.steps
-
-    @property
     def is_timed(self) -> bool:
         """Whether the exchange of gradients counts as waiting; DDP and an Accelerator have theirs in the step."""
         return self.averaged > 0 and not self.is_done_by_ddp
 
     def makes_alike(self) -> bool:
         """Whether all replicas make the next step, with the same gradients."""
-        return self.timetable.position < self.steps and self.are_alike
+        return self.timetable.is_warming and self.are_alike
 
     def average(self, optimizer: Optimizer | None = None) -> None:
         """Average the gradients of the next step: those of an attached optimizer, unless those of all have been."""
         position = self.timetable.position
-        if not self.is_on or (optimizer is not None and self._has_all == position):
+        if not self.timetable.is_warming or (optimizer is not None and self._has_all == position):
             return
         self.averaged = position + 1
         self._has_all = position if optimizer is None else -1
         number = -1 if optimizer is None else [id(one) for one in self.optimizers].index(id(optimizer))
         if not self.is_done_by_ddp:  # the others may be past these steps, if this rank comes back to them
-            self.quorum.together(lambda: self.is_on and self._meet(number))
+            self.quorum.together(lambda: self.timetable.is_warming and self._meet(number))
 
     def stay(self) -> None:
         """Stay until all ranks have done the steps that are left, or have no more data: a collective, if any has not.
@@ -205,14 +199,14 @@ class GradientWarmup:
         Ranks that have data average as often in a step as there are optimizers. At the end of the warm-up they come
         here too, if another rank stays.
         """
-        if not self.is_over and (self.is_on or not self.are_alike):
+        if not self.is_over and (self.timetable.is_warming or not self.are_alike):
             while self.quorum.together(self._meet):
                 pass
-        self.is_over = not self.is_on
+        self.is_over = not self.timetable.is_warming
 
     def end_if_due(self) -> None:
         """Release ranks that have stayed: called after each step."""
-        if not (self.is_on or self.is_over):
+        if not (self.timetable.is_warming or self.is_over):
             self.stay()
 
     def _meet(self, number: int | None = None) -> bool:
@@ -273,10 +267,10 @@ class GradientWarmup:
 
     def check_averaged(self) -> None:
         """Raise StateError unless the gradients of the next step have been averaged."""
-        position = self.timetable.position
-        if self.averaged <= position < self.steps and self.quorum.group.size > 1:
+        position, steps = self.timetable.position, self.timetable.recipe.warmup
+        if self.averaged <= position < steps and self.quorum.group.size > 1:
             raise StateError(
-                f"This recipe averages gradients in the first {counted(self.steps, 'step')}, and this is step "
+                f"This recipe averages gradients in the first {counted(steps, 'step')}, and this is step "
                 f"{position + 1}. Call outer.average_gradients() before optimizer.step(), or attach it; with a "
                 "GradScaler call it before scaler.step(optimizer)."
             )
@@ -287,9 +281,10 @@ class GradientWarmup:
         Raises:
             Unsupported: the step has a closure, which computes gradients after they were averaged.
         """
-        if self.is_on and options.get("closure", *arguments[1:2]) is not None:
+        if self.timetable.is_warming and options.get("closure", *arguments[1:2]) is not None:
+            steps = counted(self.timetable.recipe.warmup, "step")
             raise Unsupported(
-                f"In the warm-up of this recipe ({counted(self.steps, 'step')}) an attached optimizer can't "
-                "take a closure: it computes gradients after they were averaged. Use a recipe without a warm-up."
+                f"In the warm-up of this recipe ({steps}) an attached optimizer can't take a closure: it computes "
+                "gradients after they were averaged. Use a recipe without a warm-up."
             )
         self.average(optimizer)

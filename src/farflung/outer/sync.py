@@ -97,7 +97,8 @@ class Sync:
     def choose(self, is_early: bool = False) -> bool:
         """Replace the recipe, if the chooser wants to at this step. Return whether it did."""
         are_alike = self.warmup.are_alike
-        if self.warmup.is_on and not (is_early or are_alike):  # a rank that stays without data expects gradients alone
+        # A rank that stays without data expects gradients alone.
+        if self.timetable.is_warming and not (is_early or are_alike):
             return False
         if not self.chooser.is_due(self.timetable.synced, is_early):
             return False
@@ -119,9 +120,8 @@ class Sync:
 
     def _follow(self, recipe: Recipe, replica: Replica) -> None:
         self.rounds.replica = replica
-        self.warmup.steps = recipe.warmup
-        self.warmup.is_over = not self.warmup.is_on
         self.timetable.follow(recipe)
+        self.warmup.is_over = not self.timetable.is_warming
         self.quorum.restart(recipe, replica)
 
     # ---- rounds
@@ -253,7 +253,7 @@ class Sync:
 
     def _share_warmup(self) -> None:
         """Take the weights for common ones while a warm-up makes them alike."""
-        if 0 < self.timetable.position <= self.warmup.steps and self.warmup.are_alike:
+        if 0 < self.timetable.position <= self.timetable.recipe.warmup and self.warmup.are_alike:
             self.replica.reset_anchor()
 
     def _walk_on(self) -> int | None:
@@ -265,7 +265,7 @@ class Sync:
             The fragment then under way; None if the others have ended this flush without this rank.
         """
         timetable, rounds = self.timetable, self.rounds
-        step = max(timetable.synced, self.warmup.steps)  # nothing is due in a warm-up, which may never end
+        step = max(timetable.synced, timetable.recipe.warmup)  # nothing is due in a warm-up, which may never end
         left = deque[Action]()
         while timetable.flushes < self.num_flushes:
             if self._has_joined:

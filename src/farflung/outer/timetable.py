@@ -61,6 +61,11 @@ class Timetable:
             return self._schedule.part(self.synced + 1)[1]
         return after_warmup(self._schedule)
 
+    @property
+    def is_warming(self) -> bool:
+        """Whether the next step belongs to the warm-up."""
+        return self.position < self.recipe.warmup
+
     # ---- H as ranks agree on it
 
     def propose(self, every: int, delay: int | None, vote: int) -> None:
