@@ -105,23 +105,6 @@ def test_ddp_averages_again_where_a_loop_is_back_in_its_warmup_or_gone(is_loaded
     assert both == others
 
 
-def all_leave_and_begin_anew():
-    model = linear()
-    for attempt in range(3):
-        try:
-            with OuterLoop(model, local_sgd(2)) as outer:
-                outer.step()
-                if attempt < 2:
-                    raise KeyError("stop here")
-        except KeyError:
-            time.sleep(0.3 * dist.get_rank())  # the other rank has to wait in its next loop, and looks around there
-    return outer.stats().rounds
-
-
-def test_ranks_that_all_left_can_begin_anew():
-    assert run_ranks(all_leave_and_begin_anew, 2) == [1, 1]
-
-
 def with_synced_statistics():
     model = nn.SyncBatchNorm.convert_sync_batchnorm(nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2)))
     with pytest.raises(Unsupported, match="1 is a SyncBatchNorm, which averages statistics over other ranks"):
@@ -133,8 +116,8 @@ def test_statistics_that_are_sent_in_each_pass_are_refused():
 
 
 def leave_again_and_again(by_all, recipe):
-    """Leave many loops by an exception, on all ranks or on one; return what is open after two and at the end."""
-    process, store = psutil.Process(), default_store()
+    """Leave many loops by an exception, on all ranks or on one; return what is open after two, and last, and rounds."""
+    process, store, rounds = psutil.Process(), default_store(), 0
 
     def count():
         return process.num_fds(), process.num_threads(), num_groups(), store.num_keys()
@@ -142,11 +125,15 @@ def leave_again_and_again(by_all, recipe):
     for attempt in range(6):
         model = linear()
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        with suppress(KeyError, RankFailure), OuterLoop(model, recipe).attach(optimizer):
+        with suppress(KeyError, RankFailure), OuterLoop(model, recipe).attach(optimizer) as outer:
             for step in range(5):
                 optimizer.step()
                 if step == 2 and (by_all or dist.get_rank() == 1):
+                    rounds += outer.stats().rounds
                     raise KeyError("stop here")
+        if attempt == 0 and by_all:
+            time.sleep(0.3 * dist.get_rank())  # the other rank has to wait in its next loop, and looks around there
+            continue
         dist.barrier()
         if attempt == 1:
             first = count()
@@ -156,7 +143,7 @@ def leave_again_and_again(by_all, recipe):
         time.sleep(0.1)  # gloo ends the threads of a closed group in its own time
     last = count()
     dist.barrier()
-    return first, last
+    return first, last, rounds
 
 
 def leave_an_older_loop():
@@ -182,7 +169,8 @@ def test_a_loop_may_fail_while_a_younger_one_trains():
 @pytest.mark.parametrize("recipe", [diloco(2), streaming_diloco(4, 2, delay=1)], ids=["diloco", "streaming"])
 @pytest.mark.parametrize("by_all", [True, False])
 def test_loops_left_by_exceptions_leave_nothing_open(by_all, recipe):
-    for first, last in run_ranks(leave_again_and_again, 2, by_all, recipe):
+    for first, last, rounds in run_ranks(leave_again_and_again, 2, by_all, recipe):
+        assert rounds == 6 or not by_all, "the ranks of a loop that all left begin no other one"
         assert all(now <= before for now, before in zip(last, first, strict=True)), (first, last)
 
 
