@@ -19,7 +19,7 @@ import farflung.state
 from farflung.base.signals import END, WARNINGS
 from farflung.config import environ
 from farflung.config.launch import FIELDS
-from farflung.outer.open_end import OpenEnd
+from farflung.outer.notices import OpenEnd
 from farflung.testing.patience import patience
 from tests.launch.machines import why_impossible
 from tests.s3_server import s3_server

@@ -30,7 +30,6 @@ from farflung.comm.shards import reshard
 from farflung.comm.torch_group import explained
 from farflung.exchanged.replica import Replica
 from farflung.exchanged.structure import check_form, check_state, identity_of
-from farflung.exchanged.twins import Twins
 from farflung.methods.inner import hooks_of
 from farflung.methods.recipe import Recipe, unfit
 from farflung.methods.schedule import Change, Launch, Schedule
@@ -45,8 +44,7 @@ from farflung.outer.checks import (
 from farflung.outer.chooser import Chooser
 from farflung.outer.gradients import GradientWarmup, kept_local
 from farflung.outer.membership import Leaving, Membership, fixed_membership
-from farflung.outer.notices import Notices
-from farflung.outer.open_end import OpenEnd
+from farflung.outer.notices import Notices, OpenEnd, Twins
 from farflung.outer.quorum import Quorum
 from farflung.outer.rounds import Rounds
 from farflung.outer.stats import Meter, Round, Stats

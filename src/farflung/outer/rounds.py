@@ -17,12 +17,12 @@ from farflung.comm.shards import local
 from farflung.exchanged.bound import BoundFragment
 from farflung.exchanged.replica import ModelChange, Replica
 from farflung.exchanged.trained import TrainedProposal
-from farflung.exchanged.twins import Twins
 from farflung.methods.eager import Eager
 from farflung.methods.inner import KeepState
 from farflung.methods.recipe import Recipe
 from farflung.methods.schedule import Launch
 from farflung.methods.weighting import Decision
+from farflung.outer.notices import Twins
 from farflung.outer.quorum import Quorum
 from farflung.outer.round import OpenRound, Phase, RoundRequest
 from farflung.outer.stats import ROUNDS, Meter, Round
