@@ -53,6 +53,7 @@ from farflung.outer.timetable import Timetable
 
 if TYPE_CHECKING:
     from farflung.methods import arguments as arguments
+    from farflung.methods.arguments import OuterConfig
 else:
     arguments = LazyModule("farflung.methods.arguments")  # recipes by name, and every published method
 
@@ -117,7 +118,7 @@ class OuterLoop:
     def __init__(
         self,
         model: nn.Module,
-        recipe: Recipe | arguments.OuterConfig | str,
+        recipe: Recipe | OuterConfig | str,
         group: Group | None = None,
         *,
         inner: Optimizer | None = None,
