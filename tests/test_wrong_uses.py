@@ -491,7 +491,7 @@ RECIPES = [
     ("Recipe(8)", "schedule", "8", "Every("),
     ("replaced(codec=5)", "codec", "5"),
     ('replaced(aggregator="mean")', "aggregator", "'mean'", "Mean()"),
-    ("replaced(policy=None)", "policy", "None"),
+    ("replaced(policy=None)", "policy", "None", "a Policy of farflung.methods.weighting"),
     ('replaced(weigh_by="tokens")', "weigh_by", "'tokens'", "items"),
     ('replaced(weigh_by="items", policy=WithoutOutliers())', "weigh_by", "'items'", "WithoutOutliers(", "diloco"),
     ('robust(replaced(weigh_by="items"), "trimmed")', "weigh_by", "'items'", "TrimmedMean("),
