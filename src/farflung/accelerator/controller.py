@@ -30,9 +30,9 @@ from farflung.process.world import current_world
 from farflung.resume.run import Run
 
 if TYPE_CHECKING:
-    from farflung.accelerator.ema import EMAModel
-    from farflung.accelerator.outer import AttachedLoop, AttachedModel
+    from farflung.accelerator.outer import AttachedLoop
     from farflung.hosts.driver import EpochTracker
+    from farflung.hosts.evaluation import EvaluatedModel, Lender
     from farflung.methods.arguments import OuterConfig
     from farflung.methods.recipe import Recipe
     from farflung.outer.engine import OuterLoop
@@ -252,13 +252,14 @@ class OuterController:
         return any(_share(one.model, model) for attached in self.attached for one in attached.models)
 
     @property
-    def _lenders(self) -> list[AttachedModel | EMAModel]:
-        attached = [one for attached in self.attached for one in attached.models]
-        return [*attached, *(() if self._averages is None else self._averages.models)]
+    def _lent(self) -> list[tuple[EvaluatedModel, Lender]]:
+        """The models that may have other weights, and what lends these."""
+        attached = [(one, attached) for attached in self.attached for one in attached.models]
+        return [*attached, *(() if self._averages is None else ((one, one) for one in self._averages.models))]
 
     def end_evaluations(self) -> None:
         """Have the weights in the models that are trained, before a checkpoint is written or read."""
-        for one in self._lenders:
+        for one, _ in self._lent:
             one.evaluation.end()
 
     def state_of(self, module: nn.Module) -> dict[str, Any]:
@@ -267,9 +268,9 @@ class OuterController:
         Nothing is exchanged. Agreed weights come as copies, others as the model's own tensors, as torch gives them.
         """
         with ExitStack() as lent:
-            lenders = [one for one in self._lenders if one.lends and _share(one.model, module)]
-            for one in lenders:
-                lent.enter_context(one.agreed())
+            lenders = [(one, by) for one, by in self._lent if by.lends and _share(one.model, module)]
+            for one, by in lenders:
+                lent.enter_context(by.agreed(one.bare))
             state: dict[str, Any] = module.state_dict()
             return copy.deepcopy(state) if lenders else state
 

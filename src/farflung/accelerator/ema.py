@@ -34,9 +34,9 @@ class EMAModel(EvaluatedModel):
     def has_own_evaluation(self) -> bool:
         return any(evaluates(average.optimizer) for average in self._averages)
 
-    def agreed(self) -> AbstractContextManager[None]:
+    def agreed(self, module: nn.Module) -> AbstractContextManager[None]:
         """Have the means in the model within a block."""
-        return means_in(self.bare, self._averages)
+        return means_in(module, self._averages)
 
     def mode_changed(self, module: nn.Module, was_training: bool) -> None:
         """Put the means into the model for an evaluation."""

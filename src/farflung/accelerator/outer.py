@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import ExitStack
 from functools import partial
 from typing import Any
 
@@ -15,7 +15,7 @@ from farflung.base.errors import ConfigError
 from farflung.comm.recording import uncompiled
 from farflung.hosts.driver import Driver, EpochTracker, together
 from farflung.hosts.elastic import members_of
-from farflung.hosts.evaluation import MODE_LISTENERS, EvaluatedModel, agreed_in, follow_modes
+from farflung.hosts.evaluation import MODE_LISTENERS, EvaluatedModel, follow_modes
 from farflung.loop.optimizer import AcceleratedOptimizer, parameters_of
 from farflung.loop.scheduler import planned_updates
 from farflung.loop.state import ActiveLoader, Trace
@@ -23,26 +23,6 @@ from farflung.methods.recipe import Recipe
 from farflung.outer.checks import check_inner
 from farflung.process.log import get_logger
 from farflung.resume.run import Run
-
-
-class AttachedModel(EvaluatedModel):
-    """A prepared model with an outer loop, which lends it the agreed weights for an evaluation."""
-
-    def __init__(self, model: nn.Module, bare: nn.Module, loop: AttachedLoop) -> None:
-        super().__init__(model, bare)
-        self._loop = loop
-
-    @property
-    def lends(self) -> bool:
-        return self._loop.lends
-
-    @property
-    def has_own_evaluation(self) -> bool:
-        return self._loop.has_own_evaluation
-
-    def agreed(self) -> AbstractContextManager[None]:
-        """Have the agreed weights in this model within a block, and in no other one of its loop."""
-        return agreed_in(self.bare, self._loop, len(self._loop.models) == 1)
 
 
 class AttachedLoop(Driver):
@@ -83,7 +63,7 @@ class AttachedLoop(Driver):
             lambda advice: get_logger(__name__).warning(f"As the learning rate schedule has it, {advice}"),
             self._items_of_step,
         )
-        self.models = [AttachedModel(model, run.strategy.unwrap(model), self) for model in models]
+        self.models = [EvaluatedModel(model, run.strategy.unwrap(model)) for model in models]
         self.follow_optimizers()
         if recipe.weighs_items:
             optimizer.loop_state.counts_samples = True
@@ -94,19 +74,7 @@ class AttachedLoop(Driver):
         lends = was_training and self.attempts > 0 and self.epochs is not None
         for one in self.models:
             if one.holds(module):
-                one.evaluation.change(module.training, one if lends else None)
-
-    def end_evaluations(self) -> None:
-        """Put this rank's own weights back into all models."""
-        for one in self.models:
-            one.evaluation.end()
-
-    def flush(self) -> None:
-        lent = [one for one in self.models if one.evaluation.is_on]  # an evaluation may call what the flush was owed to
-        self.end_evaluations()
-        super().flush()
-        for one in lent:
-            one.evaluation.change(False, one)
+                one.evaluation.change(module.training, self if lends else None)
 
     def follow_optimizers(self) -> None:
         """Follow the prepared optimizers that train the models, also those prepared after them.

@@ -114,7 +114,7 @@ class DDPTakeover:
         """Give a model the agreed weights for an evaluation; scripts that train in eval mode are there already."""
         for one in self._followed:
             if one.holds(module) or module is one.local.ddp:
-                one.evaluation.change(module.training, one if was_training else None)
+                one.evaluation.change(module.training, one.driver if was_training else None)
 
     def _load(self, load: Callable[..., Any], *args: Any, **options: Any) -> Any:
         given = inspect.signature(load).bind(*args, **options)
@@ -312,7 +312,7 @@ class DDPTakeover:
                 lambda: planned_updates(each for each in self._schedulers if each.optimizer is optimizer),
                 lambda advice: self._say(f"as the learning rate schedule has it, {advice}"),
             )
-        driver.epochs = shared.epochs
+        driver.epochs, driver.models = shared.epochs, shared.models
         for other in self._optimizers:
             if any(one.shared is shared for one in self._trained_by(other)):
                 driver.iteration.expect(other)
@@ -385,11 +385,8 @@ class DDPTakeover:
         """Stay in the rounds of a loop until all ranks have come here: a collective."""
         self._open_all()
         if shared.driver is not None:
-            lent = shared.end_evaluations()
             with self._in_round():
                 shared.driver.flush()
-            for one in lent:
-                one.evaluation.change(False, one)
 
     def _flush_all(self, if_behind: bool = False, at_end: bool = False) -> None:
         """Flush all loops, so that the weights in memory are equal: a collective.
@@ -400,7 +397,7 @@ class DDPTakeover:
         for shared in [one for one in self._loops if one.epochs.is_behind or one.epochs.is_owed or not if_behind]:
             shared.epochs.flush()
             for one in shared.models if at_end else ():
-                one.evaluation.change(False, one)
+                one.evaluation.change(False, one.driver)
 
     def _make_join(self, make: Callable[..., None], join: Join, joinables: Any, *args: Any, **options: Any) -> None:
         """Keep torch's `join()` from sending: in rounds ranks wait for those without data anyway."""

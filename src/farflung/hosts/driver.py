@@ -26,7 +26,7 @@ from farflung.base.errors import ConfigError
 from farflung.base.events import Kind, record
 from farflung.base.words import counted
 from farflung.comm.group import Group
-from farflung.hosts.evaluation import evaluates
+from farflung.hosts.evaluation import agreed_in, evaluates
 from farflung.members.elastic import Elastic
 from farflung.methods.inner import IterationTracker
 from farflung.methods.recipe import Recipe, unfit
@@ -77,6 +77,7 @@ class Driver:
         each_step: rounds run inside `optimizer.step()`; False leaves them to calls of `sync_if_due`.
         attempts: iterations counted.
         epochs: flushes the loop after each pass over the training data; None: nothing does.
+        models: those that it is over, each with an `evaluation`, once the host has named them.
     """
 
     def __init__(
@@ -89,7 +90,8 @@ class Driver:
         warn: Callable[[str], None],
         items: Callable[[], float] = lambda: 0.0,
     ) -> None:
-        self.recipe = recipe
+        self.recipe, self._model = recipe, model
+        self.models: Sequence[Any] = ()
         self._planned, self._warn, self._items = planned, warn, items
         self.iteration = IterationTracker(())
         self.each_step = True
@@ -138,8 +140,17 @@ class Driver:
 
     def flush(self) -> None:
         """Count an iteration that some optimizers have not ended, and flush the loop: a collective."""
+        lent = [one.evaluation for one in self.models if one.evaluation.is_on]  # it may call what the flush was owed to
+        self.end_evaluations()
         self._count(self.iteration.close())
         self.loop.flush()
+        for evaluation in lent:
+            evaluation.change(False, self)
+
+    def end_evaluations(self) -> None:
+        """Put this rank's own weights back into all models, as rounds take them."""
+        for one in self.models:
+            one.evaluation.end()
 
     def pass_steps(self) -> int | None:
         """Return how many steps the pass over the data has that is under way; None: unknown."""
@@ -160,8 +171,13 @@ class Driver:
         """Whether `agreed` changes the model's weights."""
         return self.loop.has_anchor and not self.loop.is_warming
 
-    def agreed(self) -> AbstractContextManager[None]:
-        """Put the weights that all ranks last agreed on into the model, if the recipe keeps them; nothing is sent."""
+    def agreed(self, module: nn.Module | None = None) -> AbstractContextManager[None]:
+        """Put the weights that all ranks last agreed on into the model, if the recipe keeps them; nothing is sent.
+
+        `module`: the only one of several models that is to have them.
+        """
+        if module not in (None, self._model):
+            return agreed_in(module, self.agreed)
         return self.loop.synced() if self.lends else nullcontext()
 
     def end(self, error: BaseException | None = None) -> None:

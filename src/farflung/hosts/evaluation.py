@@ -33,8 +33,8 @@ class Lender(Protocol):
     def has_own_evaluation(self) -> bool:
         """Whether the optimizer puts other weights into the model for an evaluation, see `evaluates`."""
 
-    def agreed(self) -> AbstractContextManager[None]:
-        """Have them in the model within a block."""
+    def agreed(self, module: nn.Module) -> AbstractContextManager[None]:
+        """Have them in one model within a block."""
 
 
 def evaluates(optimizer: Any) -> bool:
@@ -43,12 +43,8 @@ def evaluates(optimizer: Any) -> bool:
 
 
 @contextmanager
-def agreed_in(module: nn.Module, lender: Lender, is_all: bool) -> Iterator[None]:
-    """Have a lender's weights in `module` within a block, and in nothing else. `is_all`: it lends to nothing else."""
-    if is_all:
-        with lender.agreed():
-            yield
-        return
+def agreed_in(module: nn.Module, agreed: Callable[[], AbstractContextManager[None]]) -> Iterator[None]:
+    """Have the weights that several models have in `agreed()` in one of them within a block, and in no other one."""
 
     def named() -> dict[str, torch.Tensor]:
         reshard(module.modules())
@@ -61,7 +57,7 @@ def agreed_in(module: nn.Module, lender: Lender, is_all: bool) -> Iterator[None]
         return [local(now.get(name, one)) for name, one in found.items()]
 
     def lend(own: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
-        with lender.agreed():
+        with agreed():
             theirs = [one.clone() for one, _ in own]
         for (tensor, _), value in zip(own, theirs, strict=True):
             tensor.copy_(value)
@@ -78,10 +74,12 @@ class LentWeights:
 
     Args:
         model: maybe wrapped, as by DDP.
+        bare: the same, unwrapped.
         trains: called before each forward pass in train mode.
     """
 
-    def __init__(self, model: nn.Module, trains: Callable[[], None] = lambda: None) -> None:
+    def __init__(self, model: nn.Module, bare: nn.Module, trains: Callable[[], None] = lambda: None) -> None:
+        self._bare = bare
         self._own: ExitStack | None = None
         self.trains = trains
         # Before fully_shard gathers the weights.
@@ -92,13 +90,13 @@ class LentWeights:
         """Whether the model has other weights now."""
         return self._own is not None
 
-    def change(self, to_train: bool, driver: Lender | None) -> None:
+    def change(self, to_train: bool, lender: Lender | None) -> None:
         """Called when the model changes its mode, with the loop or mean whose weights it is to have."""
         if to_train:
             self.end()
-        elif self._own is None and driver is not None and driver.lends and not driver.has_own_evaluation:
+        elif self._own is None and lender is not None and lender.lends and not lender.has_own_evaluation:
             self._own = ExitStack()
-            self._own.enter_context(driver.agreed())
+            self._own.enter_context(lender.agreed(self._bare))
 
     def end(self) -> None:
         """Put this rank's own weights back, also before others are loaded in their place."""
@@ -200,7 +198,7 @@ class EvaluatedModel:
 
     def __init__(self, model: nn.Module, bare: nn.Module) -> None:
         self.model, self.bare = model, bare
-        self.evaluation = LentWeights(model)
+        self.evaluation = LentWeights(model, bare)
         hooked: Any = bare  # whose types are not complete in torch
         end = hooked.register_load_state_dict_pre_hook(WeakHook(end_evaluation, self))
         self.hooks = [self.evaluation.hook, end]

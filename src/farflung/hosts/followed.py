@@ -6,7 +6,6 @@ from __future__ import annotations
 import copy
 import weakref
 from collections.abc import Callable
-from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
 
@@ -20,7 +19,7 @@ from farflung.base.torch_internals import compiled_from
 from farflung.base.words import counted
 from farflung.comm.recording import WeakHook
 from farflung.hosts.driver import Driver, EpochTracker
-from farflung.hosts.evaluation import AgreedState, LentWeights, agreed_in, end_evaluation
+from farflung.hosts.evaluation import AgreedState, LentWeights, end_evaluation
 from farflung.outer.gradients import LocalDDP
 from farflung.process.mesh import Mesh
 
@@ -45,19 +44,14 @@ class FollowedLoop:
         driver, self.driver = self.driver, None
         return driver
 
-    def end_evaluations(self) -> list[FollowedModel]:
-        """Put the rank's own weights back into all models, as rounds take them; return the models that had others."""
-        lent = [one for one in self.models if one.evaluation.is_on]
-        for one in lent:
-            one.evaluation.end()
-        return lent
+    def end_evaluations(self) -> None:
+        """Put this rank's own weights back into all models, which have no other ones without a driver."""
+        if self.driver is not None:
+            self.driver.end_evaluations()
 
 
 class FollowedModel:
-    """A DDP model that keeps its gradients, and the loop over it.
-
-    It lends the weights that all ranks last agreed on, to itself in an evaluation.
-    """
+    """A DDP model that keeps its gradients, and the loop over it."""
 
     def __init__(
         self,
@@ -71,7 +65,7 @@ class FollowedModel:
         self.mesh, self.shared = mesh, shared
         shared.models.append(self)
         self.local = LocalDDP(ddp, self._averages, mesh.island)
-        self.evaluation, self.saved = LentWeights(ddp, trains), AgreedState()
+        self.evaluation, self.saved = LentWeights(ddp, self.local.module, trains), AgreedState()
         self._trained = {name for name, one in self.local.module.named_parameters() if one.requires_grad}
         ddp.register_comm_hook = _no_second_hook  # type: ignore[method-assign]
         for whole in filter(None, (self.local.module, compiled_from(self.local.module))):
@@ -94,19 +88,6 @@ class FollowedModel:
     def holds(self, module: nn.Module) -> bool:
         """Whether `module` is the model, or what it was compiled from; a copy of it has its hooks too."""
         return module is self.local.module or module is compiled_from(self.local.module)
-
-    @property
-    def lends(self) -> bool:
-        return self.driver is not None and self.driver.lends
-
-    @property
-    def has_own_evaluation(self) -> bool:
-        return self.driver is not None and self.driver.has_own_evaluation
-
-    def agreed(self) -> AbstractContextManager[None]:
-        """Have the agreed weights in this model within a block, and in no other one of its loop."""
-        assert self.driver is not None
-        return agreed_in(self.local.module, self.driver, len(self.shared.models) == 1)
 
     def end(self) -> None:
         """Follow the model no longer: restore DDP's gradient synchronization."""
