@@ -204,7 +204,7 @@ class Sync:
                     self.quorum.together(partial(self._make_equal, last), timetable.end_flush)
             self.run(())  # what the others do next, if they have ended it without this rank
         self.flushed_at = timetable.position
-        self.warmup.is_over = not self.warmup.is_on  # the others' steps may have ended it
+        self.warmup.is_over = not timetable.is_warming  # the others' steps may have ended it
 
     def _make_equal(self, last: int) -> int:
         """Make all replicas equal, once none has any more data: an act of all members, which may begin again.
