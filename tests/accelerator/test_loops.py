@@ -7,7 +7,7 @@ Each sample is a number and each gradient is that number, so the gradient of a w
 import gc
 import itertools
 import weakref
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from functools import partial
 
 import accelerate
@@ -17,6 +17,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from farflung import Accelerator
+from farflung.base.errors import CollectiveMismatch
 from farflung.state import AcceleratorState
 from farflung.utils import DataLoaderConfiguration
 from tests.accelerator.conftest import on_ranks
@@ -277,6 +278,37 @@ def test_a_second_accelerator_trains_beside_the_first_and_leaves_nothing_behind(
     gc.collect()
     assert alive[0]() is None
     assert third.gradient_accumulation_steps == 3  # as the session has it
+
+
+@on_ranks(2)
+def test_an_accelerator_with_other_accumulation_sees_the_loaders_of_the_first():
+    uneven = DataLoaderConfiguration(even_batches=False)
+    first, second = Accelerator(cpu=True, dataloader_config=uneven), Accelerator(gradient_accumulation_steps=2)
+    even, odd = second.prepare_data_loader(samples(5, 2)), first.prepare(samples(5, 1))
+    assert [x for batch in even for x in first.gather_for_metrics(batch).flatten().tolist()] == [1, 2, 3, 4, 5]
+    layer, windows = second.prepare(nn.Linear(1, 1)), []
+    refused = pytest.raises(CollectiveMismatch, match="join_uneven_inputs")
+    with refused if first.is_main_process else nullcontext():  # which has a batch more
+        for batch in odd:
+            with second.accumulate(layer):
+                second.backward(layer(batch).mean())
+                windows.append(second.sync_gradients)
+    assert windows == [False, True]
+
+
+def test_a_loader_of_another_accelerator_ends_windows_and_outlives_memory_that_is_freed():
+    first, second = Accelerator(cpu=True), Accelerator(gradient_accumulation_steps=2)
+    windows = []
+    for _ in first.prepare(samples(5, 1)):
+        with second.accumulate():
+            windows.append(second.sync_gradients)
+        second.free_memory()
+        assert first.gradient_state.in_dataloader
+    windows.clear()
+    for _ in first.prepare(samples(5, 1)):
+        with second.accumulate():
+            windows.append(second.sync_gradients)
+    assert windows == [False, True, False, True, True]
 
 
 def windows_of(accelerator, model, optimizer, number=4):

@@ -66,7 +66,7 @@ class AttachedLoop(Driver):
         self.models = [EvaluatedModel(model, run.strategy.unwrap(model)) for model in models]
         self.follow_optimizers()
         if recipe.weighs_items:
-            optimizer.loop_state.counts_samples = True
+            optimizer.loop_state.under_way.counts_samples = True
         self._choose_who_averages()
 
     def mode_changed(self, module: nn.Module, was_training: bool) -> None:

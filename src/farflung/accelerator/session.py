@@ -21,7 +21,7 @@ from farflung.config.compile import TorchDynamoPlugin
 from farflung.config.handlers import GradientAccumulationPlugin
 from farflung.config.parallelism import ParallelismConfig
 from farflung.config.sharding import FullyShardedDataParallelPlugin, enable_fsdp_ram_efficient_loading
-from farflung.loop.state import LoopState
+from farflung.loop.state import LoopState, UnderWay
 from farflung.loop.uneven import UnevenDataCheck
 from farflung.process.mesh import IslandSize, Mesh, make_mesh, make_parallel_mesh, require_replicas, stated_island_size
 from farflung.process.world import World
@@ -62,7 +62,7 @@ class Session:
 
     Attributes:
         plugin, loop: how gradients are accumulated, and where that stands; an Accelerator that asks for another
-            accumulation gets a loop of its own, and `GradientState` shows the latest.
+            accumulation gets a loop of its own, which sees the same loaders. `GradientState` shows the latest.
         compiling: how the latest Accelerator compiles models; None: as by default.
         layout: how ranks share models; None: no Accelerator has settled that.
         named_kind: the value that a script has set `state.distributed_type` to. How ranks train stays the same.
@@ -127,7 +127,7 @@ def open_session(
     _session.compiling = compiling or _session.compiling
     if plugin is not None and plugin != _session.plugin:
         _session.plugin = plugin
-        _session.loop = new_loop(plugin, _session.world)
+        _session.loop = new_loop(plugin, _session.world, _session.loop.under_way)
     return _session
 
 
@@ -242,13 +242,13 @@ def flushed(exchange: Exchange) -> Exchange:
     return exchange
 
 
-def new_loop(plugin: GradientAccumulationPlugin, world: World) -> LoopState:
-    """Return a fresh loop state for `plugin`."""
-    loop = LoopState(
-        plugin.num_steps or 1, sync_with_dataloader=plugin.sync_with_dataloader, sync_each_batch=plugin.sync_each_batch
-    )
-    loop.ends = UnevenDataCheck(world.group) if isinstance(world.group, TorchGroup) else None
-    return loop
+def new_loop(plugin: GradientAccumulationPlugin, world: World, under_way: UnderWay | None = None) -> LoopState:
+    """Return a fresh loop state for `plugin`; in it the loaders `under_way` are seen, which other loops share."""
+    if under_way is None:
+        under_way = UnderWay()
+        under_way.ends = UnevenDataCheck(world.group) if isinstance(world.group, TorchGroup) else None
+    syncs = {"sync_with_dataloader": plugin.sync_with_dataloader, "sync_each_batch": plugin.sync_each_batch}
+    return LoopState(plugin.num_steps or 1, under_way, **syncs)
 
 
 def require_open(kind: str, is_open: bool) -> None:

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from copy import copy
 from typing import Any, Protocol
 from weakref import WeakKeyDictionary
 
@@ -76,23 +77,51 @@ class Window(Trace):
 _KEPT = ("step", "size", "complete", "divisor", "items", "scale")  # what a checkpoint knows of a window
 
 
+class UnderWay:
+    """The iterations of loaders that are under way, whichever loop these report to."""
+
+    def __init__(self) -> None:
+        self.ends: UnevenDataCheck | None = None  # if ranks say that their data end; None: there is one rank
+        self.observers: WeakKeyDictionary[Observer, None] = WeakKeyDictionary()  # in the order they came
+        self.counts_samples = False  # `LoopState.samples_of` is wanted
+        self.handed_out = 0  # batches of all loaders
+        self.loaders: list[ActiveLoader] = []
+        self.latest: dict[int, int] = {}  # which of the batches was a loader's latest, by the loader's id
+        self.starts: dict[int, int] = {}  # how many there were when it started
+        self.samples: dict[int, int] = {}  # that it has handed out
+
+    def __getstate__(self) -> dict[str, Any]:  # of a copy
+        none: dict[str, Any] = {"loaders": [], "latest": {}, "starts": {}, "samples": {}}
+        return {**self.__dict__, **none, "observers": list(self.observers)}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state, observers=WeakKeyDictionary(dict.fromkeys(state["observers"])))
+
+
 class LoopState:
     """The accumulation windows and the loaders under way. Loaders report to it; optimizers and schedulers read it.
 
     Args:
         num_steps: micro-batches in one accumulation window.
+        under_way: what it has in common with other loops; None: there are none.
         sync_with_dataloader: the last batch of a loader completes its window.
         sync_each_batch: gradients are synchronized on each micro-batch, though the optimizer waits for the window.
     """
 
-    def __init__(self, num_steps: int = 1, *, sync_with_dataloader: bool = True, sync_each_batch: bool = False) -> None:
+    def __init__(
+        self,
+        num_steps: int = 1,
+        under_way: UnderWay | None = None,
+        *,
+        sync_with_dataloader: bool = True,
+        sync_each_batch: bool = False,
+    ) -> None:
         self._num_steps = num_steps
+        self.under_way = under_way or UnderWay()
+        self._own: set[int] = set()  # the ids of the iterations that report to this loop
         self.sync_with_dataloader = sync_with_dataloader
         self.sync_each_batch = sync_each_batch
         self.joined: JoinedRanks | None = None  # the ranks to agree with, inside `join_uneven_inputs`
-        self.ends: UnevenDataCheck | None = None  # if ranks say that their data end; None: there is one rank
-        self._observers: WeakKeyDictionary[Observer, None] = WeakKeyDictionary()  # in the order they came
-        self.counts_samples = False  # `samples_of` is wanted
         self.has_asked = False  # the script has read a loader's epoch since its state was loaded
         self.backwards = 0  # passes; what an optimizer has not stepped on since is unfinished
         self.keeps_loss = False  # `loss` is wanted
@@ -105,24 +134,20 @@ class LoopState:
     def __getstate__(self) -> dict[str, Any]:
         """Return the settings, windows and optimizers of a copy, in which no loader is under way."""
         left_out: dict[str, Any] = {
-            "loaders": [],
+            "under_way": copy(self.under_way),
             "joined": None,
             "loss": None,
             "at_boundary": None,
             "resumed_in": None,
             "stepped_in": None,
-            "_observers": list(self._observers),
             "_around": [],
-            "_latest": {},
-            "_starts": {},
-            "_samples": {},
+            "_own": set(),
             "_windows": list(self._windows.values()),
         }
         return {**self.__dict__, **left_out}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
-        self._observers = WeakKeyDictionary(dict.fromkeys(state["_observers"]))
         self._windows: dict[tuple[int, ...], Window] = {tuple(map(id, one.models)): one for one in state["_windows"]}
 
     def reset(self) -> None:
@@ -132,16 +157,13 @@ class LoopState:
         self.optimizers = []
         self.window = Window(divisor=self._num_steps)  # the one that was entered last
         self._windows = {(): self.window}
-        self.loaders: list[ActiveLoader] = []
-        self._handed_out = 0  # batches of all loaders
-        self._latest: dict[int, int] = {}  # which of them was a loader's latest, by the loader's id
-        self._starts: dict[int, int] = {}  # how many there were when it started
+        for loader in [one for one in self.loaders if id(one) in self._own]:
+            self._forget(loader)
         self._around: list[ActiveLoader] = []  # the iterations around that of the latest step, outermost first
         self.resumed_in: Any = None  # the loader in whose loop the steps were when the run was saved, if it was nested
         self._beginning: Any = None  # the loader whose next iteration starts, at a boundary right before it
         self._is_between = False  # at a boundary
         self.told: set[str] = set()  # the kinds of differences after a resume that a save has named
-        self._samples: dict[int, int] = {}  # that it has handed out
         self._seen = 0  # how many there were at the last micro-batch
         self.stepped_in: ActiveLoader | None = None  # the iteration of the steps since the last boundary
 
@@ -178,6 +200,14 @@ class LoopState:
         for window in self._windows.values():
             window.step = value
 
+    ends = Forward[UnevenDataCheck | None]("under_way.ends")
+    loaders = Forward[list[ActiveLoader]]("under_way.loaders")
+
+    @property
+    def _followed(self) -> list[ActiveLoader]:
+        """The iterations that steps and windows may be in: those that report to this loop; if there are none, all."""
+        return [one for one in self.loaders if id(one) in self._own] or self.loaders
+
     @property
     def current(self) -> ActiveLoader | None:
         """The iteration that handed out the latest batch, among those that are still under way."""
@@ -198,10 +228,10 @@ class LoopState:
 
     def observe(self, observer: Observer) -> None:
         """Tell `observer` where iterations start and end, after those that came before it, as long as it exists."""
-        self._observers[observer] = None
+        self.under_way.observers[observer] = None
 
     def begin(self, loader: Any) -> None:
-        for observer in list(self._observers):
+        for observer in list(self.under_way.observers):
             observer.iteration_starts(loader)
         if self.stepped_in is not None and self.stepped_in.loader.base_dataloader is loader.base_dataloader:
             self.boundary(before=loader)
@@ -211,8 +241,8 @@ class LoopState:
         source = self.around(self._steps)
         if self.at_boundary is not None:
             self.stepped_in = source
-        start = -1 if source is None else self._starts.get(id(source), -1)
-        self._around = [one for one in self.loaders if self._latest[id(one)] < start]
+        start = -1 if source is None else self.under_way.starts.get(id(source), -1)
+        self._around = [one for one in self._followed if self.under_way.latest[id(one)] < start]
 
     def nesting(self) -> tuple[list[ActiveLoader], Any]:
         """Return the iterations around the loop of the steps, outermost first, and the loader of that loop.
@@ -220,22 +250,22 @@ class LoopState:
         What each of those has in hand is not done: the loop in it had started when it was handed out. Once that loop is
         over, the one around it takes its place.
         """
-        source, seen = self._steps.source, self._steps.seen
+        source, fresh = self._steps.source, self._since(self._steps.seen)
         if self._beginning is not None:  # the loop of the latest step was left, and nothing was done with later batches
             known = set(map(id, self._around))
-            return [one for one in self.loaders if id(one) in known or self._latest[id(one)] > seen], self._beginning
-        around = [one for one in self._around if any(one is other for other in self.loaders)]
+            return [one for one in self._followed if id(one) in known or one in fresh], self._beginning
+        around = [one for one in self._around if any(one is other for other in self._followed)]
         if not around:
             return [], None
-        if source is not None and any(source is one for one in self.loaders):
+        if source is not None and any(source is one for one in self._followed):
             return around, source.loader
         return around[:-1], around[-1].loader
 
     @property
     def is_nesting_unclear(self) -> bool:
         """Whether a loop over another loader has started in that of the steps so far, which it may make from now on."""
-        last = self._latest.get(id(self._steps.source))
-        return last is not None and not self._is_between and any(self._starts[id(one)] > last for one in self.loaders)
+        starts, last = self.under_way.starts, self.under_way.latest.get(id(self._steps.source))
+        return last is not None and not self._is_between and any(starts[id(one)] > last for one in self._followed)
 
     def asked_for_next(self, loader: ActiveLoader) -> None:
         """Called where the loop comes back for another batch. A step since the last one is over, scheduler and all.
@@ -266,34 +296,41 @@ class LoopState:
         Args:
             again: the batch was in hand when the run was saved, in a loop inside of this loader's.
         """
-        self._handed_out += 1
-        self._starts.setdefault(id(loader), self._handed_out)
-        if self.counts_samples and batch is not _NO_BATCH:
-            self._samples[id(loader)] = self.samples_of(loader) + (batch_size_of(batch) or 0)
-        self._latest[id(loader)] = 0 if again else self._handed_out  # the first one is no sign of its loop
+        under_way, key = self.under_way, id(loader)
+        under_way.handed_out += 1
+        self._own.add(key)
+        under_way.starts.setdefault(key, under_way.handed_out)
+        if under_way.counts_samples and batch is not _NO_BATCH:
+            under_way.samples[key] = self.samples_of(loader) + (batch_size_of(batch) or 0)
+        under_way.latest[key] = 0 if again else under_way.handed_out  # the first one is no sign of its loop
         if self.ends is not None and batch is not _NO_BATCH:
             self.ends.publish(loader)
         if len(self.loaders) > 1:
-            start, others = self._starts[id(loader)], [id(other) for other in self.loaders if other is not loader]
-            loader.is_beside = any(self._starts[other] < start < self._latest[other] for other in others)
-        if not self.loaders or self.loaders[-1] is not loader:
-            self.loaders = [*(other for other in self.loaders if other is not loader), loader]
+            start, others = under_way.starts[key], [id(other) for other in self._followed if other is not loader]
+            loader.is_beside = any(under_way.starts[other] < start < under_way.latest[other] for other in others)
+        if self.current is not loader:
+            under_way.loaders = [*(other for other in self.loaders if other is not loader), loader]
 
     def leave(self, loader: ActiveLoader, at_end: bool = False) -> None:
         """Forget `loader`, if that was not done: its iteration came to its end, or was broken off or thrown away."""
         if all(other is not loader for other in self.loaders):
             return
-        for known in (self._latest, self._starts, self._samples):
-            known.pop(id(loader), None)
-        self.loaders = [other for other in self.loaders if other is not loader]
+        self._forget(loader)
         if self.ends is not None and at_end and loader.num_batches == 0:
             self.ends.publish(loader)
-        for observer in list(self._observers):
+        for observer in list(self.under_way.observers):
             observer.iteration_ended(loader, at_end)
+
+    def _forget(self, loader: ActiveLoader) -> None:
+        self._own.discard(id(loader))
+        under_way = self.under_way
+        under_way.loaders = [other for other in self.loaders if other is not loader]
+        for known in (under_way.latest, under_way.starts, under_way.samples):
+            known.pop(id(loader), None)
 
     def samples_of(self, loader: ActiveLoader) -> int:
         """Return how many samples an iteration under way has handed out on this process, if they are counted."""
-        return self._samples.get(id(loader), 0)
+        return self.under_way.samples.get(id(loader), 0)
 
     def state_dict(self, models: Sequence[nn.Module]) -> dict[str, Any]:
         """Return where the accumulation windows stand. Models are identified by their first places in `models`."""
@@ -379,20 +416,21 @@ class LoopState:
         Args:
             is_likely: returns whether a loader comes before those for which it returns False, if there are several.
         """
-        if trace.source is None or not self.loaders or trace.source is not self.loaders[-1]:
+        followed = self._followed
+        if trace.source is None or not followed or trace.source is not followed[-1]:
             fresh = self._since(trace.seen)
             before = trace.source
-            if not any(before is one for one in fresh or self.loaders):
+            if not any(before is one for one in fresh or followed):
                 loader = self.resumed_in if before is None else before.loader
                 again = [one for one in fresh if one.loader is loader]
                 found = sorted(again or self._since(self._seen) or fresh, key=lambda one: not is_likely(one))
                 trace.source = next(iter(found), None)
-        trace.seen = self._seen = self._handed_out
+        trace.seen = self._seen = self.under_way.handed_out
         return trace.source
 
     def _since(self, count: int) -> list[ActiveLoader]:
         """Return the loaders whose latest batch came after the first `count` of all, the one of the latest last."""
-        return [loader for loader in self.loaders if self._latest[id(loader)] > count]
+        return [loader for loader in self._followed if self.under_way.latest[id(loader)] > count]
 
 
 class LoopView:
