@@ -269,6 +269,9 @@ def shares():
         for name, value in whole.items():
             with state.split_between_processes(value, padded) as part:
                 parts[name, padded] = part.tolist() if hasattr(value, "tolist") else part
+        for text in ("abcde", b"abcde"):
+            with state.split_between_processes(text, padded) as parts[text, padded]:
+                pass
     rows = TensorDataset(torch.arange(5), -torch.arange(5))  # whose slices are columns
     with state.split_between_processes(rows) as part:
         assert all(sum(row) == 0 for row in part)
@@ -296,7 +299,8 @@ def test_inputs_are_split_and_padded():
     for kind in ("list", "tensor", "array", "range"):
         assert [[*parts[kind, False]] for parts in shared] == [[0, 1], [2], [3], [4]]
         assert [[*parts[kind, True]] for parts in shared] == [[0, 1], [2, 4], [3, 4], [4, 4]]
-    assert of_dictionary[1] == {"a": "y", "b": [2]}
+    assert of_dictionary[1] == {"a": "xyz", "b": [2]}
+    assert all(parts[text, padded] == text for parts in shared for text in ("abcde", b"abcde") for padded in (0, 1))
     assert [parts["few", False] for parts in shared] == [[1], [2], [], []]
     assert [parts["few", True] for parts in shared] == [[1], [2], [2], [2]]
 

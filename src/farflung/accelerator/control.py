@@ -99,7 +99,8 @@ class ProcessControl:
         """Give each process its share of `inputs`; the first ranks get one more if it does not divide.
 
         Args:
-            inputs: a list, tuple, tensor (first dimension) or data set; or a dictionary of such, all of one length.
+            inputs: a list, tuple, tensor (first dimension) or data set; or a dictionary of such, all of one length. A
+                string is whole on each.
             apply_padding: repeat the last item until all shares are of one length, so that results can be gathered.
         """
         yield _share(inputs, self._world.rank, self._world.size, apply_padding)
@@ -118,7 +119,7 @@ def _only(name: str, function: Callable[..., Any] | None, chosen: Callable[[], b
 
 
 def _share(inputs: Any, rank: int, size: int, padded: bool) -> Any:
-    if size == 1:
+    if size == 1 or isinstance(inputs, (str, bytes)):
         return inputs
     if not (hasattr(inputs, "__len__") and hasattr(inputs, "__getitem__")):
         raise wrong_type(
@@ -146,6 +147,6 @@ def _share(inputs: Any, rank: int, size: int, padded: bool) -> Any:
     share, last = inputs[start:stop], inputs[-1:]
     if not missing:
         return share
-    if isinstance(inputs, (list, tuple, str, bytes)):
+    if isinstance(inputs, (list, tuple)):
         return share + last * missing
     return inputs[rows] if hasattr(inputs, "shape") else [inputs[row] for row in rows]  # arrays; ranges and data sets
