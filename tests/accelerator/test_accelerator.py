@@ -56,9 +56,13 @@ def test_each_accelerator_keeps_its_own_accumulation_and_registry():
     second = Accelerator(gradient_accumulation_steps=3)
     assert (first.gradient_accumulation_steps, second.gradient_accumulation_steps) == (2, 3)
     assert GradientState().num_steps == 3
-    assert Accelerator().gradient_accumulation_steps == 3
+    assert Accelerator().gradient_accumulation_steps == 2
+    assert GradientState().num_steps == 2
     assert Accelerator(gradient_accumulation_steps=1).gradient_accumulation_steps == 1
+    assert Accelerator().gradient_accumulation_steps == 2
     assert second.gradient_accumulation_steps == 3
+    first.gradient_accumulation_steps = 4
+    assert Accelerator().gradient_accumulation_steps == 4
     with environ.patched({"ACCELERATE_GRADIENT_ACCUMULATION_STEPS": "4"}):
         told = [Accelerator(gradient_accumulation_steps=steps).gradient_accumulation_steps for steps in (None, 1, 2)]
     assert told == [4, 4, 2]

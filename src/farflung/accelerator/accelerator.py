@@ -157,6 +157,8 @@ class Accelerator(AcceleratorProperties, OuterMethods, Checkpointing, TrackerMet
             self._layout = layout = resolve_layout(
                 session, fsdp_plugin, parallelism_config, island_size, asked is not None
             )
+        if accumulation is None:
+            session.accumulate_as_first()
         self._loop = session.loop
         ddp = given.get(handlers.DistributedDataParallelKwargs)
         self._strategy = choose_strategy(world, layout.mesh, ddp, layout.fsdp, self._precision.dtype)

@@ -287,7 +287,7 @@ class GradientState(LoopView):
     def _reset_state() -> None:
         session = current_session()
         if session is not None:
-            session.loop = new_loop(session.plugin, session.world)
+            session.loop, session.first = new_loop(session.plugin, session.world), None
 
     def __repr__(self) -> str:
         return (
