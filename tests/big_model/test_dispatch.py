@@ -247,6 +247,9 @@ def test_a_model_with_offloaded_weights_is_not_moved(model, tmp_path, caplog):
 def test_what_cannot_be_dispatched_is_refused(model, tmp_path):
     with pytest.raises(ConfigError, match="no device for"):
         dispatch_model(model, {"embed": "cpu"})
+    Accelerator(cpu=True).save_model(model, tmp_path / "saved")
+    with pytest.raises(ConfigError, match=r"no device for blocks\..*, norm\.weight"):
+        load_checkpoint_and_dispatch(model, tmp_path / "saved", {"embed": "cpu", "head": "cpu"})
     with pytest.raises(ConfigError, match="no offload_dir"):
         dispatch_model(model, {"": "disk"})
     with pytest.raises(ConfigError, match="no values"):

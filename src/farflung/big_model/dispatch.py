@@ -76,8 +76,7 @@ def dispatch_model(
     Raises:
         ConfigError: a weight has no device or no values, or there is no folder for the disk.
     """
-    if not getattr(model, "_no_placement_params", None):  # transformers leaves such weights out of its maps
-        check_device_map(model, device_map)
+    _check_map(model, device_map)
     devices = {name: _plain(device) for name, device in _without_overlap(model, device_map).items()}
     if len(set(devices.values())) > 1 or "disk" in devices.values() or force_hooks:
         if main_device is None:
@@ -251,6 +250,11 @@ def cpu_offload_with_hook(
     return model, UserCpuOffloadHook(model, hook)
 
 
+def _check_map(model: nn.Module, device_map: Mapping[str, Device]) -> None:
+    if not getattr(model, "_no_placement_params", None):  # transformers leaves such weights out of its maps
+        check_device_map(model, device_map)
+
+
 def load_checkpoint_and_dispatch(
     model: nn.Module,
     checkpoint: Folder,
@@ -286,6 +290,8 @@ def load_checkpoint_and_dispatch(
         device_map = infer_auto_device_map(
             model, max_memory, no_split_module_classes, dtype, offload_buffers=offload_buffers
         )
+    if device_map is not None:
+        _check_map(model, device_map)
     load_checkpoint_in_model(
         model,
         checkpoint,
