@@ -359,14 +359,10 @@ class OuterLoop:
 
         It holds the anchor and its optimizer, this rank's trainable weights and buffers, error feedback, the results of
         exchanges in flight (it waits for them), schedule position, weight and counters. Each rank must save its own.
-
-        Raises:
-            StateError: within `synced`, where the model doesn't have the weights that this rank trains.
+        Within `synced` the model has other weights than these: a StateError.
         """
         if self._sync.num_lent:
-            raise StateError(
-                "state_dict() within synced(), where the model has other weights: call it after the block."
-            )
+            raise StateError("state_dict() within synced(): the model has other weights. Call it after that block.")
         return {
             **identity_of(self._rounds.replica.parts, self._quorum.generation.island.shard),
             "layout": self._rounds.replica.layout,
