@@ -88,7 +88,7 @@ def test_a_slow_line_becomes_a_recipe_by_the_cost_model(home):
     printed = asked([*start, "100", "60Mbit", "5", "", "124M", "soon", "500ms", "20k"], "slow.yaml")
     for message in ("The answer is '100'; it must be a rate", "The answer is '5'", "The answer is 'soon'"):
         assert message in printed
-    run = {"parameters": 124_000_000, "layers": 24, "step_s": 0.5, "replicas": 4, "latency_s": 0.0}
+    run = {"parameters": 124_000_000, "layers": 24, "step_s": 0.5, "replicas": 4, "latency_s": 1e-3}
     forecast = Forecast({**run, "bandwidth_bps": 60e6}, 20_000)
     assert forecast.advice().startswith("Use ")
     assert forecast.advice() in printed

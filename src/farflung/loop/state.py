@@ -103,7 +103,7 @@ class LoopState:
 
     Args:
         num_steps: micro-batches in one accumulation window.
-        under_way: what it has in common with other loops; None: there are none.
+        under_way: shared with other loops; None: there are none.
         sync_with_dataloader: the last batch of a loader completes its window.
         sync_each_batch: gradients are synchronized on each micro-batch, though the optimizer waits for the window.
     """
