@@ -13,6 +13,8 @@ from torch import nn
 from farflung.base.errors import CollectiveMismatch, ConfigError, StateError, Unsupported
 from farflung.comm.group import SoloGroup
 from farflung.exchanged import comparison
+from farflung.exchanged.structure import settings_of
+from farflung.methods.agreement import Replace
 from farflung.methods.recipes import local_sgd, noloco, post_local_sgd, quadratic, sparse_loco, streaming_diloco
 from farflung.methods.schedule import Every, Warmup
 from farflung.outer import AverageState, OuterLoop, TopK, diloco, eager_diloco, edit, gossip, hierarchical
@@ -34,6 +36,34 @@ from tests.outer.replicas import (
     values,
 )
 from tests.recipes import RECIPES
+
+
+class Own:
+    """A merge with the text of another class."""
+
+    def __repr__(self):
+        return "Replace()"
+
+    def __call__(self, local, anchor):
+        Replace()(local, anchor)
+
+
+@on_replicas(2)
+def test_parts_of_ones_own_are_compared_by_what_follows_from_them(group):
+    recipe = replace(local_sgd(2), merge=Own()) if group.rank else local_sgd(2)
+    with pytest.raises(CollectiveMismatch, match="leaves_alike False"):
+        OuterLoop(linear(), recipe, group).step()
+
+
+def test_a_function_as_a_part_is_the_same_wherever_it_is_in_memory():
+    def made():
+        def merge(local, anchor):
+            Replace()(local, anchor)
+
+        return merge
+
+    first, other = made(), made()
+    assert settings_of(replace(local_sgd(2), merge=first)) == settings_of(replace(local_sgd(2), merge=other))
 
 
 # post_local_sgd
