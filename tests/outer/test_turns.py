@@ -161,7 +161,9 @@ def lent(group, recipe):
     return seen
 
 
-@pytest.mark.parametrize("recipe", [diloco(4), local_sgd(4), noloco(4)], ids=["anchor", "none", "one per replica"])
+@pytest.mark.parametrize(
+    "recipe", [diloco(4), local_sgd(4), noloco(4), LATE], ids=["anchor", "none", "one per replica", "late"]
+)
 def test_an_evaluation_has_equal_weights_also_of_a_net_that_has_just_begun_to_train(recipe):
     assert all(map(same, *run_replicas(lent, 2, recipe)))
 

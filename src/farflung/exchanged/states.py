@@ -59,6 +59,8 @@ def merge_states(states: Sequence[dict[str, Any]]) -> MergedState:
         return MergedState(weights, None)
     furthest = max(states, key=lambda state: state["position"])
     trained = _merged_turns([state["rounds"]["trained"] for state in states if "trained" in state["rounds"]])
+    wishes = [one.get("wish", {}) for state in states for one in state["rounds"]["open"].values()]
+    trained["names"] = sorted({*trained["names"], *(name for wish in wishes for name in wish.get("names", ()))})
     rounds = {**furthest["rounds"], "open": {}, "fragments": fragments, "trained": trained}
     weights |= trained["rest"]
     return MergedState(weights, {**furthest, "rounds": rounds})

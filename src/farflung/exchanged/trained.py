@@ -210,7 +210,7 @@ class TrainedSet:
 
     def moved(self) -> list[TensorPlace]:
         """Return what this rank has trained, and is not exchanged yet."""
-        return self.coming(set(self.names_of_moves()))
+        return self.coming({*self.names_of_moves(), *self._before})
 
     def adopt(self) -> None:
         """Put back what was agreed on of that."""
@@ -267,8 +267,8 @@ class TrainedProposal:
         self.accepted = names
         self.coming = NewParameters(buckets_of(self.trained.coming(names), cap_bytes, None), self.trained.aggregator)
 
-    def state_dict(self) -> dict[str, list[str]]:
-        return {"names": sorted(self.names), "accepted": sorted(self.accepted or ())}
+    def state_dict(self) -> dict[str, list[str] | None]:
+        return {"names": sorted(self.names), "accepted": None if self.accepted is None else sorted(self.accepted)}
 
     def anchors(self) -> dict[int, Tensor]:
         """Return the mean of each parameter that has come, `[numel]`, by its id: of one rank alone, its value."""

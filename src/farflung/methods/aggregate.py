@@ -6,7 +6,7 @@ from __future__ import annotations
 import math
 from abc import abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 import torch
@@ -62,7 +62,7 @@ class GatherMean(_Gathering):
         return "GatherMean()" if self.hops is None else "GatherMean(hops=1)"
 
     def rounding_once(self) -> Aggregator:
-        return GatherMean(hops=1)
+        return replace(self, hops=1)
 
     def takes_two(self, codec: Codec) -> bool:
         """Return whether it may take two hops. The sum of sparse values is not encoded again: its cost is unknown."""

@@ -184,10 +184,11 @@ class Pipeline:
     ) -> None:
         self.mean_square, self._lengths = mean_square, None
         for kind, k, weight, values, result, divisor in state:
-            if coming is not None and kind == COMING:
-                coming.before[k] = values.clone()
-            bucket = Bucket(coming if coming and kind == COMING else self._fragment.agreements[kind], kind, k, weight)
-            flat = bucket.agreement.buckets.flat(k).copy_(values)
+            agreement = coming if coming is not None and kind == COMING else self._fragment.agreements[kind]
+            bucket = Bucket(agreement, kind, k, weight)
+            flat = agreement.buckets.flat(k).copy_(values)
+            if isinstance(agreement, NewParameters):
+                agreement.before[k] = flat.clone()
             bucket.result, bucket.divisor = result.to(flat.device), divisor
             bucket.payload = Payload(flat, None, bucket.result, weight)
             self._take(bucket)

@@ -332,7 +332,7 @@ class OpenRound:
             "square": self._square,
             "stats": replace(self.meter.stats(), seconds_total=0.0).saved(),
             "arrived": self._pipeline.state_dict(),
-            **({} if self.wish is None or self.wish.accepted is None else {"wish": self.wish.state_dict()}),
+            **({} if self.wish is None else {"wish": self.wish.state_dict()}),
             **({} if self._pipeline.mean_square is None else {"mean_square": self._pipeline.mean_square}),
         }
 
@@ -342,8 +342,8 @@ class OpenRound:
         self.meter.load(state["stats"])
         self._square, self._history = state.get("square"), state.get("history")
         coming = None
-        if self.wish is not None:
-            self.wish.accept(set(state["wish"]["accepted"]), self._fragment.weights.buckets.cap_bytes)
+        if self.wish is not None and (accepted := state["wish"]["accepted"]) is not None:
+            self.wish.accept(set(accepted), self._fragment.weights.buckets.cap_bytes)
             coming = self.wish.coming
         self._pipeline.load_state_dict(state["arrived"], state.get("mean_square"), coming)
         self.phase = Phase.LOADED

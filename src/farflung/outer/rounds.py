@@ -78,7 +78,9 @@ class Rounds:
         change = self.replica.change()
         if change is not None:
             if change.must_agree:
-                self.quorum.run(*(partial(self._wait, one) for one in self._open))  # they vote by the old description
+                self.wait_all()  # they vote by the old description
+                if self.quorum.joined_in > joined_in:
+                    return
                 # Ranks whose model has not changed know nothing of this, so it goes the way of any other round.
                 self._launch(RoundRequest(action, position, finished, change))
                 self.quorum.run(partial(self._wait, number))
@@ -336,6 +338,7 @@ class Rounds:
 
     def align(self, state: Mapping[str, Any], check: Callable[[], None]) -> None:
         """Exchange what a saved loop did, if `check` finds nothing else in which it differs."""
+        self.wait_all()  # by what is exchanged now
         before = self.replica.layout
         try:
             self.replica.align(state.get("layout", before))
@@ -349,8 +352,12 @@ class Rounds:
 
     def forget(self) -> None:
         """Wait for everything under way, and discard it."""
-        self.quorum.run(*(partial(self._wait, number) for number in self._open))
+        self.wait_all()
         self._open.clear()
+
+    def wait_all(self) -> None:
+        """Wait until everything under way has arrived."""
+        self.quorum.run(*(partial(self._wait, number) for number in self._open))
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Take over a state that `state_dict` returned; first wait for the rounds under way here, and discard them."""

@@ -308,6 +308,7 @@ class Sync:
         """
         if (change := self.replica.change()) is not None:  # adopted as by a round
             if change.must_agree:
+                self.rounds.wait_all()  # they vote by the old description
                 self.quorum.describe(change.vote, change.tensors)
                 self.quorum.vote()
             self.rounds.follow(change)
