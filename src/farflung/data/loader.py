@@ -93,9 +93,9 @@ class PreparedLoader(LoaderView):
         """The number of the epoch that is under way, or of the next one when none is.
 
         After the last batch of a checkpoint's epoch, the first loop is what is left of that one, nothing, if the script
-        reads this; otherwise it is the next epoch.
+        reads this, on all ranks; otherwise it is the next epoch.
         """
-        self._state.has_asked = True
+        self._state.under_way.has_asked = True
         return self._progress.epoch
 
     @iteration.setter
@@ -126,7 +126,7 @@ class PreparedLoader(LoaderView):
         state, progress = self._state, self._progress
         progress.settle()
         state.begin(self)
-        under_way = progress.begin(self, self._agree, state.has_asked)
+        under_way = progress.begin(self, self._agree, state.under_way.has_asked)
         self._show(under_way)
         state.enter(under_way)
         one_at_a_time, untrained = self.base_dataloader.persistent_workers, state.backwards
@@ -176,7 +176,9 @@ class PreparedLoader(LoaderView):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Continue from a state; if it is no such state, raise KeyError, TypeError or ValueError and change nothing."""
         self._progress.load_state_dict(self.base_source, state_dict)
-        self._state.has_asked = False
+        if self.may_be_uneven or self.ends_apart:  # other ranks may have batches left
+            self._progress.may_be_over = False
+        self._state.under_way.has_asked = False
         if self._progress.host is not None:
             self._state.resumed_in = self
 

@@ -84,6 +84,7 @@ class UnderWay:
         self.ends: UnevenDataCheck | None = None  # if ranks say that their data end; None: there is one rank
         self.observers: WeakKeyDictionary[Observer, None] = WeakKeyDictionary()  # in the order they came
         self.counts_samples = False  # `LoopState.samples_of` is wanted
+        self.has_asked = False  # the script has read a loader's epoch since its state was loaded
         self.handed_out = 0  # batches of all loaders
         self.loaders: list[ActiveLoader] = []
         self.latest: dict[int, int] = {}  # which of the batches was a loader's latest, by the loader's id
@@ -122,7 +123,6 @@ class LoopState:
         self.sync_with_dataloader = sync_with_dataloader
         self.sync_each_batch = sync_each_batch
         self.joined: JoinedRanks | None = None  # the ranks to agree with, inside `join_uneven_inputs`
-        self.has_asked = False  # the script has read a loader's epoch since its state was loaded
         self.backwards = 0  # passes; what an optimizer has not stepped on since is unfinished
         self.keeps_loss = False  # `loss` is wanted
         self.loss: tuple[Tensor, float | Tensor] | None = None  # of the latest `backward`, with its number of items

@@ -211,6 +211,7 @@ def _redistributed(state: dict[str, Any], loader: PreparedLoader, source: Loadin
     total, position = loader.total_batch_size, state["position"]  # samples in one step here
     if position is None:
         return {**state, "worker_states": None, "host": None}
+    is_inner = state.get("host") is not None
     before, old, size = state["total_batch_size"], source.old_size, source.size
     samples = position["batches"] * (old if before is None or total is None else before)
     step = size if before is None or total is None else total
@@ -227,7 +228,8 @@ def _redistributed(state: dict[str, Any], loader: PreparedLoader, source: Loadin
             f"the last {counted(rest, unit)} before it will be seen again, as {samples} is no multiple of {step}"
         )
     kept = {key: position[key] for key in ("ended", "host", "generators", "has_workers")}  # nothing has been read
-    return {**state, "worker_states": None, "host": None, "position": {"batches": batches, **kept}}
+    more = {"host": None, "is_inner": is_inner, "position": {"batches": batches, **kept}}
+    return {**state, "worker_states": None, **more}
 
 
 class RNGStates(Part):

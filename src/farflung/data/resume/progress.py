@@ -168,7 +168,8 @@ class Progress:
         _set_orders(source, saved["generators"], saved["seeds"])
         self.number, self.under_way, self.position, self.chosen = number, under_way, position, None
         self.host = host
-        self.may_be_over = position is not None and position.ended and host is None  # an inner loop is entered again
+        is_inner = bool(saved.get("is_inner", host is not None))  # such a loop is entered again
+        self.may_be_over = position is not None and position.ended and not is_inner
         workers = self.workers
         workers.were_started, workers.states, workers.is_loaded = were_started, states, True
 
