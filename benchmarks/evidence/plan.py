@@ -85,9 +85,9 @@ def _lines(name: str, by_interval: Mapping[int, tuple[float, float]]) -> list[st
 
 def source(results: Results) -> str:
     """Return the text of the package's file."""
-    parameters = [int(size.removesuffix("k")) * 1000 for size in SIZES]
+    parameters = max(int(size.removesuffix("k")) * 1000 for size in SIZES)
     lines = [f"STEPS = {STEPS[SIZES[0]]:_}  # of each run"]
-    lines += [f"PARAMETERS = {parameters[0]:_}, {parameters[-1]:_}  # of the smallest model and the largest"]
+    lines += [f"PARAMETERS = {parameters:_}  # of the largest model"]
     lines += ["EFFICIENCY: Mapping[int, Mapping[str, Measured]] = {"]
     for replicas, experiment in ((2, PAIRS), (4, SCRATCH)):
         by_size = {size: {seed: rows(results, experiment, size, seed) for seed in SEEDS} for size in SIZES}

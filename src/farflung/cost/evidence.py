@@ -15,7 +15,7 @@ from typing import TypeAlias
 Measured: TypeAlias = Mapping[int, tuple[float, float]]
 
 STEPS = 1_000  # of each run
-PARAMETERS = 100_000, 385_000  # of the smallest model and the largest
+PARAMETERS = 385_000  # of the largest model
 EFFICIENCY: Mapping[int, Mapping[str, Measured]] = {
     2: {
         "alone": {1: (0.667, 0.031)},

@@ -46,7 +46,7 @@ class Efficiency:
 
     @property
     def tests(self) -> str:
-        return f"{PARAMETERS[0]:,} to {PARAMETERS[1]:,} parameters in {counted(self.replicas, 'replica')}"
+        return f"up to {PARAMETERS:,} parameters in {counted(self.replicas, 'replica')}"
 
 
 @dataclass(frozen=True)
