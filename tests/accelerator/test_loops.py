@@ -311,6 +311,57 @@ def test_a_loader_of_another_accelerator_ends_windows_and_outlives_memory_that_i
     assert windows == [False, True, False, True, True]
 
 
+def test_an_accelerator_that_is_gone_leaves_nothing_in_memory():
+    first = Accelerator(cpu=True, gradient_accumulation_steps=2)
+    model = first.prepare(nn.Linear(1, 1), torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=1.0))[0]
+    seen = weakref.ref(model)
+    second = Accelerator(gradient_accumulation_steps=4)
+    del first, model
+    gc.collect()
+    assert seen() is None
+    assert (Accelerator().gradient_accumulation_steps, second.gradient_accumulation_steps) == (2, 4)
+
+
+def test_what_only_looks_is_no_first_accelerator():
+    AcceleratorState(cpu=True)
+    assert Accelerator(gradient_accumulation_steps=4).gradient_accumulation_steps == 4
+    assert Accelerator().gradient_accumulation_steps == 4
+
+
+@on_ranks(2)
+def test_ranks_with_batches_left_and_without_resume_in_the_same_epoch():
+    accelerator = Accelerator(cpu=True, dataloader_config=DataLoaderConfiguration(even_batches=False))
+    loader, again = (accelerator.prepare(samples(5, 1)) for _ in range(2))
+    for number, _ in enumerate(loader, 1):
+        if number == 2:
+            state = loader.state_dict()
+            break
+    again.load_state_dict(state)
+    assert len(list(again)) == (1 if accelerator.is_main_process else 0)
+
+
+def inner_batches(folder, size, saves):
+    """Return how many batches each inner loop has, or save on the last one of the first."""
+    accelerator, model, counts = Accelerator(cpu=True), nn.Linear(1, 1), []
+    optimizer = accelerator.prepare(torch.optim.SGD(model.parameters(), lr=1.0))
+    outer, inner = accelerator.prepare(samples(2, 1), samples(4, size))
+    if not saves:
+        accelerator.load_state(folder)
+    for _ in outer:
+        counts.append(0)
+        for _ in inner:
+            counts[-1] += 1
+            optimizer.step()
+            if saves and inner.end_of_dataloader:
+                return accelerator.save_state(folder)
+    return counts
+
+
+def test_an_inner_loop_that_was_over_is_not_begun_again_with_another_batch_size(tmp_path):
+    inner_batches(tmp_path, 1, saves=True)
+    assert inner_batches(tmp_path, 2, saves=False) == [0, 2]
+
+
 def windows_of(accelerator, model, optimizer, number=4):
     """Return for each micro-batch of `model` whether it completes the window that the optimizer follows."""
     complete = []

@@ -202,7 +202,7 @@ def test_without_a_port_the_processes_of_a_machine_meet_at_a_free_one():
 
 def test_several_machines_meet_at_the_main_one():
     said = MACHINES | {"machine_rank": 1, "rdzv_conf": "timeout=30"}
-    repeated = "rdzv_backend=c10d,rdzv_endpoint=10.0.0.1:29500,rdzv_id=7"  # as Slurm scripts do, and torch ignores
+    repeated = "rdzv_backend=c10d,rdzv_endpoint=node0:29500,rdzv_id=7"  # as Slurm scripts do, and torch ignores
     assert meet(LaunchSettings(**said | {"rdzv_conf": repeated})).endpoint == "10.0.0.1:29500"
     meeting = meet(LaunchSettings(**said))
     assert (meeting.backend, meeting.endpoint, meeting.num_machines) == ("static", "10.0.0.1:29500", 2)

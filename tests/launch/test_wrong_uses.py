@@ -78,10 +78,6 @@ WRONG = [
         "rdzv_conf has rdzv_backend=etcd, but rdzv_backend is c10d",
     ),
     (
-        "launch --cpu --main_process_ip node0 --rdzv_conf rdzv_endpoint=node1:7 train.py",
-        "rdzv_endpoint=node1:7, but main_process_ip is node0",
-    ),
-    (
         "launch --cpu --main_process_ip n0 --main_process_port 8 --rdzv_conf rdzv_endpoint=n0:7 train.py",
         "but main_process_port is 8",
     ),

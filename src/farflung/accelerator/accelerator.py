@@ -153,10 +153,10 @@ class Accelerator(AcceleratorProperties, OuterMethods, Checkpointing, TrackerMet
         self._metrics = Metrics.of_run() if world.is_main else None
         session = open_session(world, mixed_precision, accumulation, compiling)
         with settling(session):
-            self._precision = settings.resolve_precision(session.mixed_precision, world.device, given, fsdp_plugin)
             self._layout = layout = resolve_layout(
                 session, fsdp_plugin, parallelism_config, island_size, asked is not None
             )
+            self._precision = settings.resolve_precision(session.mixed_precision, world.device, given, layout.fsdp)
         if accumulation is None:
             session.accumulate_as_first()
         self._loop = session.loop

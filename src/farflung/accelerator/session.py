@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from copy import copy
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
-from weakref import WeakKeyDictionary
+from weakref import ReferenceType, WeakKeyDictionary, ref
 
 from farflung.base.checks import check_optional, check_whole, shown
 from farflung.base.enums import DistributedType
@@ -63,7 +63,7 @@ class Session:
     Attributes:
         plugin, loop: how gradients are accumulated, and where that stands; an Accelerator that asks for another
             accumulation gets a loop of its own, which sees the same loaders. `GradientState` shows the latest.
-        first: plugin and loop of the first Accelerator, if the latest has others.
+        first: plugin and loop of the first Accelerator, if the latest has others; it alone keeps that loop.
         compiling: how the latest Accelerator compiles models; None: as by default.
         layout: how ranks share models; None: no Accelerator has settled that.
         named_kind: the value that a script has set `state.distributed_type` to. How ranks train stays the same.
@@ -77,7 +77,7 @@ class Session:
     plugin: GradientAccumulationPlugin
     loop: LoopState
     compiling: TorchDynamoPlugin | None = None
-    first: tuple[GradientAccumulationPlugin, LoopState] | None = None
+    first: tuple[GradientAccumulationPlugin, ReferenceType[LoopState]] | None = None
     layout: Layout | None = None
     named_kind: DistributedType | None = None
     announced: tuple[str, ...] = ()
@@ -87,7 +87,8 @@ class Session:
     def accumulate_as_first(self) -> None:
         """Show the loop of the first Accelerator, which those that ask for no accumulation share."""
         if self.first is not None:
-            (self.plugin, self.loop), self.first = self.first, None
+            (self.plugin, loop), under_way = self.first, self.loop.under_way
+            self.loop, self.first = loop() or new_loop(self.plugin, self.world, under_way), None
 
     def accumulate(self, plugin: GradientAccumulationPlugin) -> None:
         """Accumulate gradients as `plugin` says from now on, in the loop that is open."""
@@ -133,7 +134,8 @@ def open_session(
         )
     _session.compiling = compiling or _session.compiling
     if plugin is not None and plugin != _session.plugin:
-        _session.first = _session.first or (_session.plugin, _session.loop)
+        if _session.layout is not None:  # an Accelerator has the loop that is open
+            _session.first = _session.first or (_session.plugin, ref(_session.loop))
         _session.plugin = plugin
         _session.loop = new_loop(plugin, _session.world, _session.loop.under_way)
     return _session

@@ -184,7 +184,7 @@ def resolve_precision(name: str, device: torch.device, handlers: Mapping[type, A
     Under FSDP a recipe for fp8 asks for that by itself, as in Accelerate.
     """
     autocast, scaler = handlers.get(AutocastKwargs), handlers.get(GradScalerKwargs)
-    if name in ("no", "bf16") and AORecipeKwargs in handlers and (fsdp_plugin or environ.flag("ACCELERATE_USE_FSDP")):
+    if name in ("no", "bf16") and AORecipeKwargs in handlers and fsdp_plugin is not None:
         name = "fp8"
     if name == "fp8" and scaler is None:
         return Float8(device, autocast, handlers.get(AORecipeKwargs))

@@ -211,7 +211,7 @@ class AcceleratorState(Engines, PartialState):
 
     _layout = Forward["Layout | None"](lambda self: getattr(current_session(), "layout", None))
 
-    mixed_precision = Forward[str](lambda self: session_in_use().mixed_precision, "`no`, `bf16` or `fp16`.")
+    mixed_precision = Forward[str](lambda self: session_in_use().mixed_precision, "`no`, `bf16`, `fp16` or `fp8`.")
 
     dynamo_plugin = Forward[TorchDynamoPlugin](
         lambda self: opened_session().compiling or TorchDynamoPlugin(), "How the latest `Accelerator` compiles models."

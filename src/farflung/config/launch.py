@@ -32,8 +32,7 @@ _RENDEZVOUS_NUMBERS = (
     *("keep_alive_interval", "keep_alive_max_attempt"),
 )
 _RENDEZVOUS_KEYS = (*_RENDEZVOUS_NUMBERS, "is_host", "store_type")
-_ENDPOINT = ("main_process_ip", "main_process_port")
-_REPEATED = {"rdzv_backend": ("rdzv_backend",), "rdzv_endpoint": _ENDPOINT, "rdzv_id": ()}  # which it ignores
+_REPEATED = {"rdzv_backend": "rdzv_backend", "rdzv_endpoint": "main_process_port", "rdzv_id": ""}  # which it ignores
 _FROM_1 = (
     *("num_processes", "num_machines", "gradient_accumulation_steps", "num_cpu_threads_per_process", "replicas"),
     *("ranks_per_replica", *(f"{GRID}{axis}_size" for axis in ("dp_replicate", "dp_shard", "tp", "cp", "sp"))),
@@ -291,9 +290,12 @@ class LaunchSettings(LayoutSettings, EngineSettings):
 
     def _check_rendezvous(self) -> None:
         for key, value in self.rendezvous.items():
-            for name, text in zip(_REPEATED.get(key, ()), value.rsplit(":", 1), strict=False):
-                if self.value(name) not in (None, "static") and str(self.value(name)) != text.strip("[]"):
-                    raise ConfigError(f"has {key}={value}, but {name} is {self.value(name)}. Omit {key}.", "rdzv_conf")
+            name, text = _REPEATED.get(key), value
+            if key == "rdzv_endpoint":  # of a machine that may have several names
+                text = "".join(re.findall(r"^[^:]+:(\d+)$", value))
+            now = self.value(name) if name and text else None
+            if now not in (None, "static") and str(now) != text:
+                raise ConfigError(f"has {key}={value}, but {name} is {now}. Omit {key}.", "rdzv_conf")
             if key not in (*_RENDEZVOUS_KEYS, *_REPEATED):
                 raise ConfigError(f"has the key {key!r}; use one of {', '.join(_RENDEZVOUS_KEYS)}.", "rdzv_conf")
             if key in _RENDEZVOUS_NUMBERS and not value.isdecimal():
