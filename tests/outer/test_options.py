@@ -38,23 +38,6 @@ from tests.outer.replicas import (
 from tests.recipes import RECIPES
 
 
-class Own:
-    """A merge with the text of another class."""
-
-    def __repr__(self):
-        return "Replace()"
-
-    def __call__(self, local, anchor):
-        Replace()(local, anchor)
-
-
-@on_replicas(2)
-def test_parts_of_ones_own_are_compared_by_what_follows_from_them(group):
-    recipe = replace(local_sgd(2), merge=Own()) if group.rank else local_sgd(2)
-    with pytest.raises(CollectiveMismatch, match="leaves_alike False"):
-        OuterLoop(linear(), recipe, group).step()
-
-
 def test_a_function_as_a_part_is_the_same_wherever_it_is_in_memory():
     def made():
         def merge(local, anchor):

@@ -68,8 +68,6 @@ def text_of(parts: Parts) -> str:
 
 
 _MEMORY = re.compile(r" at 0x[0-9a-fA-F]+")  # where a function is, another place in each process
-# The properties that decide which collectives ranks call.
-_COLLECTIVES = ("is_whole", "changes_norm", "votes_first", "agrees", "leaves_alike", "has_anchor", "warmup")
 
 
 def settings_of(recipe: Recipe) -> list[str]:
@@ -81,11 +79,7 @@ def settings_of(recipe: Recipe) -> list[str]:
     rule = [recipe.schedule, recipe.codec, recipe.aggregator, recipe.policy, f"by {recipe.weigh_by}", recipe.merge]
     rule += ["eager"] if recipe.eager else []
     rule += [f"{AVERAGE} {recipe.average}"] if recipe.average else []
-    settings = [_MEMORY.sub("", str(one)) for one in (*rule, recipe.inner, f"outer optimizer {outer}", *recipe.changes)]
-    parts = (recipe.schedule, recipe.codec, recipe.aggregator, recipe.policy, recipe.merge, recipe.inner)
-    if not all(type(part).__module__.startswith("farflung.") for part in parts):  # whose text may not say what it does
-        settings += [f"{name} {getattr(recipe, name)}" for name in _COLLECTIVES]
-    return settings
+    return [_MEMORY.sub("", str(one)) for one in (*rule, recipe.inner, f"outer optimizer {outer}", *recipe.changes)]
 
 
 def described(recipe: Recipe, fragments: Sequence[Fragment], cap_bytes: int) -> tuple[Parts, list[str]]:
