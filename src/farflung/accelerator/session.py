@@ -236,10 +236,11 @@ def _resolved(
 @contextmanager
 def settling(session: Session) -> Iterator[None]:
     """Close a session that no Accelerator has settled yet if the block refuses its settings."""
+    is_settled = session.layout is not None
     try:
         yield
     except (ConfigError, Unsupported):
-        if session.layout is None:
+        if not is_settled:
             close_session()
         raise
 
