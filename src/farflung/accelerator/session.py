@@ -21,7 +21,7 @@ from farflung.config.compile import TorchDynamoPlugin
 from farflung.config.handlers import GradientAccumulationPlugin
 from farflung.config.parallelism import ParallelismConfig
 from farflung.config.sharding import FullyShardedDataParallelPlugin, enable_fsdp_ram_efficient_loading
-from farflung.loop.state import LoopState, UnderWay
+from farflung.loop.state import ActiveLoaders, LoopState
 from farflung.loop.uneven import UnevenDataCheck
 from farflung.process.mesh import IslandSize, Mesh, make_mesh, make_parallel_mesh, require_replicas, stated_island_size
 from farflung.process.world import World
@@ -85,7 +85,7 @@ class Session:
     controllers: WeakKeyDictionary[OuterController, None] = field(default_factory=WeakKeyDictionary)
 
     def accumulate_as_first(self) -> None:
-        """Show the loop of the first Accelerator, which those that ask for no accumulation share."""
+        """Return to the accumulation and the loop of the first Accelerator."""
         if self.first is not None:
             (self.plugin, loop), under_way = self.first, self.loop.under_way
             self.loop, self.first = loop() or new_loop(self.plugin, self.world, under_way), None
@@ -253,10 +253,10 @@ def flushed(exchange: Exchange) -> Exchange:
     return exchange
 
 
-def new_loop(plugin: GradientAccumulationPlugin, world: World, under_way: UnderWay | None = None) -> LoopState:
+def new_loop(plugin: GradientAccumulationPlugin, world: World, under_way: ActiveLoaders | None = None) -> LoopState:
     """Return a fresh loop state for `plugin`; in it the loaders `under_way` are seen, which other loops share."""
     if under_way is None:
-        under_way = UnderWay()
+        under_way = ActiveLoaders()
         under_way.ends = UnevenDataCheck(world.group) if isinstance(world.group, TorchGroup) else None
     syncs = {"sync_with_dataloader": plugin.sync_with_dataloader, "sync_each_batch": plugin.sync_each_batch}
     return LoopState(plugin.num_steps or 1, under_way, **syncs)

@@ -289,7 +289,7 @@ def num_groups() -> int:
 
 
 def newest_group() -> dist.ProcessGroup:
-    """Return the process group that this rank has joined last, of those that are left."""
+    """Return the newest process group on this rank."""
     groups: dict[dist.ProcessGroup, str] = taken(taken(dist.distributed_c10d, "_world", _GROUPS), "pg_names", _GROUPS)
     return next(reversed(groups))
 

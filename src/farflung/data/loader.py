@@ -92,8 +92,8 @@ class PreparedLoader(LoaderView):
     def iteration(self) -> int:
         """The number of the epoch that is under way, or of the next one when none is.
 
-        After the last batch of a checkpoint's epoch, the first loop is what is left of that one, nothing, if the script
-        reads this, on all ranks; otherwise it is the next epoch.
+        After a checkpoint of an epoch's last batch the next epoch begins. If the script reads this, on all ranks, an
+        empty loop of the old epoch comes first.
         """
         self._state.under_way.has_asked = True
         return self._progress.epoch

@@ -77,7 +77,7 @@ class Driver:
         each_step: rounds run inside `optimizer.step()`; False leaves them to calls of `sync_if_due`.
         attempts: iterations counted.
         epochs: flushes the loop after each pass over the training data; None: nothing does.
-        models: those that it is over, each with an `evaluation`, once the host has named them.
+        models: the models of the loop, each with an `evaluation`; the host sets them.
     """
 
     def __init__(

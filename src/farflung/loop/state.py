@@ -77,7 +77,7 @@ class Window(Trace):
 _KEPT = ("step", "size", "complete", "divisor", "items", "scale")  # what a checkpoint knows of a window
 
 
-class UnderWay:
+class ActiveLoaders:
     """The iterations of loaders that are under way, whichever loop these report to."""
 
     def __init__(self) -> None:
@@ -104,7 +104,7 @@ class LoopState:
 
     Args:
         num_steps: micro-batches in one accumulation window.
-        under_way: shared with other loops; None: there are none.
+        under_way: the active loaders, if other loops share them.
         sync_with_dataloader: the last batch of a loader completes its window.
         sync_each_batch: gradients are synchronized on each micro-batch, though the optimizer waits for the window.
     """
@@ -112,13 +112,13 @@ class LoopState:
     def __init__(
         self,
         num_steps: int = 1,
-        under_way: UnderWay | None = None,
+        under_way: ActiveLoaders | None = None,
         *,
         sync_with_dataloader: bool = True,
         sync_each_batch: bool = False,
     ) -> None:
         self._num_steps = num_steps
-        self.under_way = under_way or UnderWay()
+        self.under_way = under_way or ActiveLoaders()
         self._own: set[int] = set()  # the ids of the iterations that report to this loop
         self.sync_with_dataloader = sync_with_dataloader
         self.sync_each_batch = sync_each_batch
@@ -205,7 +205,7 @@ class LoopState:
 
     @property
     def _followed(self) -> list[ActiveLoader]:
-        """The iterations that steps and windows may be in: those that report to this loop; if there are none, all."""
+        """The active iterations of this loop's own loaders, or of all loaders if it has none."""
         return [one for one in self.loaders if id(one) in self._own] or self.loaders
 
     @property
