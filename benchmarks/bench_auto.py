@@ -181,23 +181,23 @@ def table(lines: list[dict[str, Any]]) -> list[str]:
     """Return the rows of the page of evidence for one size, by rate; the best by hand has the most goodput.
 
     The loss of a recipe doesn't depend on its line: any line with losses, and any that has its time, will do. Of times
-    the shortest counts, as others may use the machine.
+    the shortest counts, as others may use the machine; of `auto`, whose choices change, the last run.
     """
     free_runs = [line for line in lines if FREE in line["figures"]]
     curves = free_runs[-1]
     by_rate: dict[float, dict[str, Any]] = {}
-    efficiency, autos = {}, {}
+    efficiency = {}
     for line in lines[lines.index(free_runs[0]) + 1 :]:
         for method, figures in line["figures"].items() if "megabits" in line else ():
             found = by_rate.setdefault(line["megabits"], {})
-            found[method] = min(found.get(method, figures), figures, key=lambda one: one["seconds"])
+            before = found.get(method, figures)
+            found[method] = min(before, figures, key=lambda one: one["seconds"]) if method != AUTO else figures
             if figures["losses"]:
                 efficiency[method] = efficiency_of(figures["losses"], curves)
-                autos |= {line["megabits"]: figures} if method == AUTO else {}
     alone_s = min(methods[NONE]["seconds"] for methods in by_rate.values() if NONE in methods)
     rows = []
     for megabits, methods in sorted(by_rate.items()):
-        auto = autos[megabits]
+        auto = methods[AUTO]
         learns = {**efficiency, AUTO: efficiency_of(auto["losses"], curves)}
         goodput = {name: learns[name] * alone_s / methods[name]["seconds"] for name in methods if name != NONE}
         best = max(goodput.keys() & GRID.keys(), key=lambda name: goodput[name])

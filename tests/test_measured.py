@@ -2,6 +2,7 @@
 """What pages say was measured is what lies in benchmarks/results."""
 
 import json
+import math
 import re
 import runpy
 from dataclasses import replace
@@ -328,8 +329,9 @@ def test_the_page_of_evidence_has_what_auto_chose(benchmark):
         rows = benchmark("bench_auto").table([line for line in results("auto") if line["size"] == size])
         assert len(rows) == 4
         assert "\n".join(rows) in EVIDENCE
-        for one, best in ((row[3], row[6]) for row in (line.split(" | ") for line in rows)):
+        for line, _, forecast, one, _, _, best, _ in (row.strip("| ").split(" | ") for row in rows):
             assert float(one) >= 0.95 * float(best)
+            assert math.isclose(float(forecast), float(one), rel_tol=0.1) or (size, line) == ("large", "5 Mbit/s")
     changes = {
         tuple(run["figures"]["megabits"]): run["figures"] for run in results("auto") if "megabits" in run["figures"]
     }
