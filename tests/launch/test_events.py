@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import json
+import time
 from unittest.mock import Mock
 
 import pytest
@@ -15,9 +16,11 @@ from farflung.config import environ
 from farflung.config.launch import LaunchSettings
 from farflung.launch.agent import Outcome
 from farflung.launch.codes import CODES, DONE, ENGINE, FAILED, HUNG, REQUEUE, USAGE, EngineFailure, of_error
-from farflung.launch.events import Screen, showing
+from farflung.launch.events import Screen, showing, showing_ranks
+from farflung.launch.folder import RunFolder
 from farflung.launch.network import get_free_port
 from farflung.launch.report import Failure
+from tests.observe.made import add_lines
 from tests.python import call_farflung
 
 
@@ -171,6 +174,19 @@ def test_events_of_ranks_are_there_too_with_their_facts(farflung, home):
     assert (found["warning"]["category"], found["warning"]["rank"]) == ("UserWarning", 0)
     assert found["warning"]["message"] == "rows are odd"
     assert sum('"rows are odd"' in line for line in said if line.startswith("{")) == 1  # as Python shows it: once
+
+
+def test_events_that_ranks_write_after_the_clock_was_set_back_are_shown(tmp_path, capsys):
+    screen, folder = Screen(LaunchSettings(json=True)), RunFolder(tmp_path)
+    at, said = time.time(), ""
+    add_lines(tmp_path / "events.jsonl", {"time": at, "event": "warning", "rank": 0, "message": "of a run before"})
+    with showing_ranks(screen, folder):
+        row = {"time": at - 3600, "event": "warning", "rank": 0, "message": "of this one"}
+        add_lines(tmp_path / "events.jsonl", row)
+        while "of this one" not in said:
+            time.sleep(0.01)
+            said += capsys.readouterr().err
+    assert "of a run before" not in said
 
 
 HANGS = """

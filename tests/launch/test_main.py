@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import io
 import re
+import subprocess
 import sys
 from pathlib import Path
 from unittest.mock import Mock
@@ -125,7 +126,8 @@ def test_a_long_value_is_cut_wherever_it_is_repeated(home, capsys, monkeypatch):
 @pytest.mark.parametrize(
     ("error", "code"),
     [
-        *((KeyboardInterrupt, 130), (click.Abort, 130), (ConfigError, 2), (SystemExit(3), 3), (BrokenPipeError, 141)),
+        *((KeyboardInterrupt, 130), (click.Abort, 130), (ConfigError, 2), (SystemExit(3), 3)),
+        (PermissionError(13, "Permission denied", "/home/other/run"), 2),
         (OSError(2, "gone"), None),  # which is no user's
     ],
 )
@@ -134,6 +136,14 @@ def test_the_exit_code_says_how_it_ended(error, code, monkeypatch):
     with pytest.raises(SystemExit if code else OSError) as ended:
         command.main()
     assert getattr(ended.value, "code", None) == code
+
+
+def test_a_command_whose_reader_has_ended_ends_as_by_sigpipe(home):
+    words = (sys.executable, "-c", "from farflung.launch.main import main; main(['config', 'show'])")
+    with subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as started:
+        started.stdout.close()
+        said = started.stderr.read()
+    assert (started.returncode, said) == (141, b"")
 
 
 @pytest.mark.parametrize("words", ["launch --cpu /train.py", "report", "watch", "doctor", "env", "test", "demo"])

@@ -8,6 +8,7 @@ import os
 import re
 import signal
 import subprocess
+import sys
 import threading
 import time
 from functools import partial
@@ -22,7 +23,7 @@ from farflung.base.errors import Unreachable
 from farflung.base.events import Sink
 from farflung.config.launch import LaunchSettings
 from farflung.launch import elastic, replicas, run_store
-from farflung.launch.codes import BY_SIGNAL, REQUEUE
+from farflung.launch.codes import BY_SIGNAL, ENGINE, FAILED, REQUEUE
 from farflung.launch.events import showing
 from farflung.launch.run_store import RunStore
 from farflung.process.identity import address_of
@@ -88,6 +89,33 @@ def test_a_launcher_that_waits_for_its_address_still_ends_when_it_is_asked_to(nu
     monkeypatch.setattr(launcher._store, "ask", lambda act, otherwise: otherwise)  # no answer comes
     threading.Timer(0.5, os.kill, (os.getpid(), number)).start()
     assert launcher.run([{}]) == (REQUEUE if number == signal.SIGUSR1 else BY_SIGNAL + number)
+
+
+def launched(tmp_path, start, **settings):
+    """Supervise one replica that `start` starts, with an address in a folder; return the exit code."""
+    transport = address.transport_at(tmp_path.as_uri())
+    return replicas.Launcher(LaunchSettings(use_cpu=True, **settings), start, transport, tmp_path, "mine").run([{}])
+
+
+def test_a_replica_may_end_by_a_signal_without_a_name(said, tmp_path):
+    number = signal.SIGRTMIN + 3
+    deed = f"import os; os.kill(os.getpid(), {number})"
+    start = Mock(return_value=subprocess.Popen([sys.executable, "-c", deed]))
+    assert launched(tmp_path, start, max_restarts=0) == FAILED
+    assert f"signal {number}" in said[-1]
+
+
+@pytest.mark.parametrize(("max_restarts", "code"), [(0, ENGINE), (1, 0)])
+def test_a_start_that_the_system_refuses_is_tried_again_like_one_that_failed(max_restarts, code, said, tmp_path):
+    refusals = [BlockingIOError(11, "Resource temporarily unavailable")]
+
+    def start(own):
+        if refusals:
+            raise refusals.pop()
+        return subprocess.Popen([sys.executable, "-c", ""])
+
+    assert launched(tmp_path, start, max_restarts=max_restarts) == code
+    assert "replica 0 of mine could not be started ([Errno 11] Resource temporarily unavailable)" in said[0]
 
 
 def test_a_launcher_that_is_to_end_leaves_a_request_that_gets_no_answer(said):

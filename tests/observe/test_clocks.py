@@ -13,8 +13,10 @@ import psutil
 import pytest
 
 from farflung.config.launch import LaunchSettings
+from farflung.launch.codes import EngineFailure
 from farflung.launch.engines.connections import ForegroundEngine
 from farflung.launch.engines.engine import Job
+from farflung.observe.attempts import is_gone
 from farflung.observe.run import ObservedRun
 from farflung.process import run_files
 from farflung.process.identity import process_identity, process_state
@@ -60,6 +62,16 @@ def test_a_rank_of_this_machine_lives_after_the_clock_was_set(process, tmp_path,
     here = {"host": socket.gethostname(), "pid": process.pid, "begun": begun}
     write_run(tmp_path / "run", [sign(1, 8, 190, **here, identity=process_identity(process.pid))])
     assert [one.status for one in ObservedRun(tmp_path / "run").ranks] == ["running"]
+
+
+def test_numbers_of_another_container_with_this_host_name_tell_nothing(process, tmp_path):
+    elsewhere = {"host": socket.gethostname(), "container": "pid:[1]", "pid": process.pid, "identity": "boot:1"}
+    at = write_run(tmp_path / "run", [sign(1, 8, 199, **elsewhere)])
+    run = ObservedRun(tmp_path / "run", lambda: at)
+    assert (run.state, [one.status for one in run.ranks]) == ("running", [""])
+    assert not is_gone(elsewhere)
+    with pytest.raises(EngineFailure, match="was started on"):
+        engine_of(tmp_path, **elsewhere).cancel()
 
 
 def test_a_process_that_is_gone_has_no_identity(process):

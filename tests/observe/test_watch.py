@@ -34,6 +34,7 @@ from farflung.observe.watch import screen
 from farflung.testing.patience import patience
 from tests.launch.machines import ADDRESSES, Machines, two_machines
 from tests.observe.made import T0, a_round, add_lines, rows_of, sign, write_lines, write_run
+from tests.python import call_farflung
 from tests.waits import until
 
 PAGE = Path(__file__).parents[2] / "docs" / "watch.md"
@@ -193,6 +194,16 @@ def test_a_link_to_the_newest_run_that_can_not_be_renewed_is_removed(home, monke
     monkeypatch.setattr(Path, "symlink_to", lambda *_: os.stat("a file system without links"))
     folder._point(latest, "b")
     assert named_run(None).name == "b"
+
+
+def test_into_a_pipe_it_is_printed_once_whatever_its_encoding_and_colours(home, monkeypatch):
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(written := io.BytesIO(), "latin-1"))
+    monkeypatch.setattr("farflung.observe.watch.follow", None)
+    monkeypatch.setattr("farflung.observe.watch._SIGN_S", 0.0)
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    write_run(home / "run", [sign(1, 8, 190)])
+    assert call_farflung("watch", str(home / "run")) == 0
+    assert rb"\u25a0" in written.getvalue()
 
 
 def farflung(*words, **more):

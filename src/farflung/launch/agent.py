@@ -6,6 +6,7 @@ torch is loaded when an agent is started, not before: a command line that can't 
 
 from __future__ import annotations
 
+import fcntl
 import json
 import logging
 import os
@@ -93,7 +94,7 @@ def run_agent(plan: Plan, settings: LaunchSettings, line_prefix: str | None = No
         saves = settings.save_on_signal is not None
         around.enter_context(_agent_logs(settings))
         around.enter_context(environ.patched({**plan.variables, **variables, environ.LAUNCHER: str(os.getpid())}))
-        log_dir = Path(settings.log_dir or around.enter_context(tempfile.TemporaryDirectory(prefix="farflung_")))
+        log_dir = Path(settings.log_dir or around.enter_context(scratch_folder()))
         logs = _RunLogs()
         heard = around.enter_context(_signals(SignalException, saves, logs))
         try:
@@ -221,6 +222,19 @@ def read_report(file: Path) -> dict[str, Any]:
     with suppress(json.JSONDecodeError):  # it was ended while it wrote
         left = json.loads(file.read_text(encoding="utf-8"))
     return left
+
+
+@contextmanager
+def scratch_folder() -> Iterator[Path]:
+    """Make a folder for the length of a block. It is locked, so that systemd, which cleans /tmp, leaves it alone."""
+    with tempfile.TemporaryDirectory(prefix="farflung_", ignore_cleanup_errors=True) as folder:
+        opened = os.open(folder, os.O_RDONLY)
+        try:
+            with suppress(OSError):  # a file system without locks
+                fcntl.flock(opened, fcntl.LOCK_SH)
+            yield Path(folder)
+        finally:
+            os.close(opened)
 
 
 @contextmanager

@@ -9,7 +9,6 @@ import shlex
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 from urllib.parse import unquote
 
@@ -25,6 +24,7 @@ from farflung.config import environ
 from farflung.config.key import key_variables, run_key
 from farflung.config.launch import LaunchSettings, flags_for
 from farflung.config.resolve import Resolved
+from farflung.launch.agent import scratch_folder
 from farflung.launch.dry_run import described
 from farflung.launch.folder import RunFolder
 from farflung.launch.network import NAME_WAIT_S, choose_interface, is_loopback, resolve_host
@@ -144,9 +144,9 @@ class Replicas:
             command = (*start, script.name, *script.arguments)
         variables = {**self._variables, **folder.variables}
         make = script.start or partial(started, command)
-        with TemporaryDirectory(prefix="farflung_") as reports:
+        with scratch_folder() as reports:
             launcher = Launcher(
-                settings, lambda own: make({**variables, **own}), self._transport, Path(reports), self._machine
+                settings, lambda own: make({**variables, **own}), self._transport, reports, self._machine
             )
             return launcher.run(places)
 

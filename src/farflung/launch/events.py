@@ -10,7 +10,6 @@ import json
 import logging
 import os
 import threading
-import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from typing import Any, TextIO
@@ -58,15 +57,17 @@ def showing_ranks(screen: Screen, folder: RunFolder) -> Iterator[None]:
     if not screen.is_json or folder.path is None:
         yield
         return
-    began, is_over = time.time(), threading.Event()
+    is_begun, is_over = False, threading.Event()
 
     def take(row: Mapping[str, Any]) -> float:
         event = Event.of_row(row)
-        if event is not None and event.time >= began and "rank" in row and event.kind is not Kind.FAILED:
+        if event is not None and is_begun and "rank" in row and event.kind is not Kind.FAILED:
             screen.handle(logging.makeLogRecord({"msg": event}))
-        return began
+        return 0.0
 
     lines = Lines(folder.path / EVENTS_FILE, take)
+    lines.look()  # what is there already is of runs before, whatever the clock is set to later
+    is_begun = True
 
     def follow() -> None:
         while not is_over.wait(_LOOK_S):

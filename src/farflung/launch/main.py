@@ -9,7 +9,8 @@ import signal
 import sys
 from collections.abc import Sequence
 from importlib import import_module
-from typing import NoReturn
+from io import TextIOWrapper
+from typing import Any, NoReturn
 
 import click
 
@@ -40,6 +41,8 @@ COMMANDS = {
     "demo": ("farflung.demo.command:demo", "Train a small GPT in six ways and compare their costs."),
 }
 
+# What the system says of a path that a user has named.
+_REFUSED = (errno.ENAMETOOLONG, errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOSPC, errno.EDQUOT)
 ALIASES = {"estimate-memory": "estimate"}  # Accelerate's names of commands that have another one here
 # Accelerate's commands that have no counterpart of their name -> what to do instead.
 ELSEWHERE = {
@@ -71,6 +74,12 @@ class _LazyGroup(CommandGroup):
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         return list(COMMANDS)
+
+    def invoke(self, ctx: click.Context) -> Any:
+        try:
+            return super().invoke(ctx)
+        except BrokenPipeError:  # who read this command's output has ended; click would end with code 1
+            raise click.exceptions.Exit(BY_SIGNAL + signal.SIGPIPE) from None
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         module, name = COMMANDS[cmd_name][0].split(":")
@@ -111,12 +120,10 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
     except FarflungError as error:
         _show(type(error).__name__, str(error))
         sys.exit(of_error(error))
-    except BrokenPipeError:  # who read this command's output has ended
-        sys.exit(BY_SIGNAL + signal.SIGPIPE)
     except OSError as error:
-        if error.errno != errno.ENAMETOOLONG:
+        if error.errno not in _REFUSED or error.filename is None:
             raise
-        _show("ConfigError", f"{shortened(str(error.filename))} can't name a file: it is too long.")
+        _show("ConfigError", f"{shortened(str(error.filename))}: {error.strerror}.")
         sys.exit(USAGE)
     finally:
         flush_streams()
@@ -125,7 +132,7 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
 def _open_streams() -> None:
     """Open the standard streams that the caller has closed, to nowhere: else the next file or socket is in their place.
 
-    Processes that are started inherit them.
+    Processes that are started inherit them. Output that its encoding lacks is escaped.
     """
     for number, (name, mode) in enumerate({"stdin": "r", "stdout": "w", "stderr": "w"}.items()):
         if getattr(sys, name) is None:
@@ -135,6 +142,8 @@ def _open_streams() -> None:
                 os.close(nowhere)
             os.set_inheritable(number, True)
             setattr(sys, name, open(number, mode, closefd=False))  # noqa: SIM115  for as long as the process lives
+    if isinstance(sys.stdout, TextIOWrapper) and sys.stdout.errors == "strict":  # as stderr does, show all names
+        sys.stdout.reconfigure(errors="backslashreplace")
 
 
 def _check_folder() -> None:

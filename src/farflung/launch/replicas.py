@@ -30,7 +30,7 @@ from farflung.address.objects import ObjectBoard
 from farflung.base.causes import Cause
 from farflung.base.events import EVENTS, FILES_ONLY, Event, Kind, record
 from farflung.base.lazy import LazyModule
-from farflung.base.signals import WARNINGS, handled
+from farflung.base.signals import WARNINGS, handled, name_of
 from farflung.base.words import counted
 from farflung.comm.patience import aloud, waiting
 from farflung.config import environ
@@ -243,7 +243,7 @@ class Launcher:
         return f"`farflung checkpoint pull {self._lasting} model.safetensors` gets its weights"
 
     def _start(self, name: str) -> _Replica | None:
-        """Start a process of a replica; None if the store can't be reached, which has to know of it."""
+        """Start a process of a replica; None if the system refuses it, or if the store, which has to know, is away."""
         member = self._store.ask(lambda notes: self._enroll(notes, name), None)
         if member is None:
             if self._store.is_gone:
@@ -254,16 +254,28 @@ class Launcher:
         report = None
         of_member = zip(environ.MEMBER_VARIABLES, (self._where, str(member)), strict=True)
         variables = {**self._places[name], **dict(of_member), environ.REPLICA: name}
-        if not self._has_own_launchers:
-            self._num_started += 1
-            report = self._reports / f"attempt_{self._num_started}" / "0" / "error.json"
-            report.parent.mkdir(parents=True)
-            variables[ERROR_FILE] = str(report)
-            variables |= {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}  # frameworks want all of a rank's names or none
-        process = self._start_process(variables)
+        try:
+            if not self._has_own_launchers:
+                self._num_started += 1
+                report = self._reports / f"attempt_{self._num_started}" / "0" / "error.json"
+                report.parent.mkdir(parents=True)
+                variables[ERROR_FILE] = str(report)
+                variables |= {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}  # frameworks want all names of a rank or none
+            process = self._start_process(variables)
+        except OSError as error:  # no memory, processes or space are left just now
+            self._not_started(name, member, f"could not be started ({error})")
+            return None
         self._store.ask(lambda notes: notes.put("process", member, address_of(process.pid) or "unknown"), None)
         record(Kind.PROCESS, level=FILES_ONLY, member=member, name=name, pid=process.pid)
         return _Replica(name, member, process, report, SignalForwarder(self._reports.glob))
+
+    def _not_started(self, name: str, member: int, how: str) -> None:
+        """Start a replica again in a while, if it may be; the others go on meanwhile."""
+        self._note_end(member, FAILED, how)
+        del self._supervisor.due[name]
+        if not self._supervisor.restart(name, how):
+            record(Kind.FAILED, name, how=how)
+            self._code = ENGINE
 
     def _ended(self, replica: _Replica, code: int) -> None:
         """Record the end of a process; restart its replica if it was lost, unless that can't help.
@@ -272,7 +284,7 @@ class Launcher:
         over would not be admitted.
         """
         name = replica.name
-        how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
+        how = f"was killed by {name_of(-code)}" if code < 0 else f"ended with exit code {code}"
         was_in, left = self._note_end(replica.member, code, how)
         if code == 0:
             self._has_finished = True

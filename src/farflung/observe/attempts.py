@@ -7,7 +7,6 @@ an id, and its end is its own. The end that a submitter reports has no id: it is
 
 from __future__ import annotations
 
-import socket
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -15,7 +14,7 @@ from typing import Any
 
 from farflung.base.events import Event, Kind
 from farflung.observe.records import Lines, Row, event as event_of
-from farflung.process.identity import process_state
+from farflung.process.identity import is_here, process_state
 from farflung.process.run_files import EVENTS
 
 Life = tuple[int, int]  # of ranks: the attempt, and how often its launcher has started them again
@@ -55,8 +54,7 @@ class Attempt:
 
 def is_gone(launcher: Row) -> bool:
     """Return whether a launcher is known to have ended, as it was one of this machine."""
-    is_here = launcher["host"] == socket.gethostname()
-    return is_here and process_state(launcher["pid"], launcher.get("identity")) == "gone"
+    return is_here(launcher) and process_state(launcher["pid"], launcher.get("identity")) == "gone"
 
 
 def next_attempt(folder: Path, world: Mapping[str, Any]) -> int:

@@ -112,7 +112,7 @@ _READ: Mapping[str, _Read] = {
     **dict.fromkeys(("number", "step", "model", "rank", "bytes_sent", "parameters", "bytes", "island"), _count),
     **dict.fromkeys(("member", "generation", "v", "attempt", "restart"), _count),
     **dict.fromkeys(("host", "call", "at", "why", "script", "name", "message", "strategy", "folder"), text),
-    **dict.fromkeys(("event", "git", "identity", "replica", "launcher"), text),
+    **dict.fromkeys(("event", "git", "identity", "container", "replica", "launcher"), text),
     **dict.fromkeys(("world", "settings", "versions"), partial(_object, _any)),
     **dict.fromkeys(("members", "joined"), _counts),
     **dict.fromkeys(("arguments", "stack"), partial(_list, text)),
@@ -211,6 +211,7 @@ def facts_of(row: Any) -> tuple[dict[str, Any], list[str]]:
         raise ValueError("it is no JSON object")
     facts: dict[str, Any] = {"script": "(unknown script)", "arguments": [], "started": 0.0, "host": "(unknown host)"}
     facts |= {"pid": 0, "world": {}, "settings": {}, "versions": {}, "git": None, "identity": None}
+    facts["container"] = None
     odd = []
     for name in facts.keys() & {name for name, value in row.items() if value is not None}:
         try:

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import socket
 import time
 from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
@@ -20,7 +19,7 @@ from farflung.observe.attempts import Attempts, Life, is_gone
 from farflung.observe.folder import FACTS
 from farflung.observe.logged import Curves
 from farflung.observe.records import RoundLine, Row
-from farflung.process.identity import process_state
+from farflung.process.identity import is_here, process_state
 from farflung.process.run_files import EVENTS, METRICS, RANKS, ROUNDS, STEPS, name_of
 
 SILENT_S = 3.0  # without a sign, which a rank gives each second
@@ -264,10 +263,9 @@ class ObservedRun:
         return self.attempts.life(row.get("attempt"), row.get("restart"), row["begun"])
 
     def _rank(self, row: Row, since: float) -> Rank:
-        is_here = row["host"] == socket.gethostname()
         ended = row.get("ended") is not None
         silent_s = 0.0 if ended else max(0.0, self.now - since)
-        status = process_state(row["pid"], row.get("identity")) if is_here and not ended else ""
+        status = process_state(row["pid"], row.get("identity")) if is_here(row) and not ended else ""
         return Rank(self.title(row), row, silent_s, status, self._rate(row))
 
     def steps_of(self, row: Row) -> StepLines | None:
@@ -327,7 +325,7 @@ class ObservedRun:
 
     def _may_live(self, launcher: Row) -> bool:
         """Return whether a launcher may be about to start ranks, again or for the first time."""
-        if launcher["host"] == socket.gethostname():
+        if is_here(launcher):
             return not is_gone(launcher)
         has_ranks = any(one.row["host"] == launcher["host"] for one in self.ranks)
         return not has_ranks and self.now - launcher["started"] < _DEAD_S

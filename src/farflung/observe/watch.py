@@ -207,7 +207,7 @@ def watch(run: str | None, once: bool) -> None:
     RUN is a folder of a run, or its name in farflung-runs. [the newest]
     """
     console = Console()
-    is_live = console.is_terminal and not once
+    is_live = sys.stdout.isatty() and not once  # rich's own answer follows FORCE_COLOR
     found = ObservedRun(named_run(run), look_s=READ_S if is_live else inf)
     if found.state == "dead":  # by the clocks of two machines, unless nothing changes while one looks
         time.sleep(_SIGN_S)

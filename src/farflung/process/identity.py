@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import os
 import socket
+from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -40,7 +41,13 @@ def process_identity(pid: int) -> str:
 
 def this_process() -> dict[str, Any]:
     """Return what a file says of this process, so that others find it and no other of its number."""
-    return {"host": socket.gethostname(), "pid": os.getpid(), "identity": process_identity(os.getpid())}
+    process = {"pid": os.getpid(), "identity": process_identity(os.getpid())}
+    return {"host": socket.gethostname(), "container": _container(), **process}
+
+
+def is_here(process: Mapping[str, Any]) -> bool:
+    """Return whether a process, as `this_process` told of it, is or was one whose number means that process here."""
+    return process["host"] == socket.gethostname() and process.get("container") in (None, _container())
 
 
 def process_state(pid: int, identity: str | None) -> str:

@@ -10,7 +10,6 @@ import json
 import logging
 import os
 import signal
-import socket
 import subprocess
 import sys
 import threading
@@ -28,7 +27,7 @@ from farflung.launch.codes import BY_SIGNAL, DONE, FAILED, EngineFailure
 from farflung.launch.engines.engine import Job
 from farflung.launch.events import pass_on
 from farflung.launch.supervisor import SUPERVISED, Supervisor
-from farflung.process.identity import process_state
+from farflung.process.identity import is_here, process_state
 from farflung.process.tether import SIGN_S, mark_of, split_reports
 
 GONE = 255  # exit code of ssh if the connection or the machine behind it fails
@@ -296,7 +295,7 @@ class ForegroundEngine(Generic[L]):
     def cancel(self) -> str:
         """End the launcher that holds the connections, if it runs on this machine, and so what it has started."""
         name, by = self._job.name, self._job.handle
-        if by["host"] != socket.gethostname():
+        if not is_here(by):
             raise EngineFailure(f"{name} was started on {by['host']}: `farflung cancel {name}` there ends it.")
         if process_state(by["pid"], by.get("identity")) == "gone":
             return f"{name} has ended before"
