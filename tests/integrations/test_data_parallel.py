@@ -13,6 +13,7 @@ import weakref
 from contextlib import nullcontext, redirect_stderr
 from types import SimpleNamespace
 
+import accelerate
 import pytest
 import torch
 import torch.distributed as dist
@@ -22,9 +23,9 @@ from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDSt
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, TensorDataset
 
-from farflung import Accelerator
+from farflung import Accelerator, PartialState
 from farflung.base.errors import CollectiveMismatch, ConfigError, Unsupported
 from farflung.comm.ddp_hook import average_hook
 from farflung.config import environ
@@ -32,6 +33,7 @@ from farflung.methods.arguments import OuterConfig, recipe_of
 from farflung.outer import OuterLoop
 from farflung.testing.patience import patience
 from farflung.testing.ranks import run_ranks
+from farflung.utils import gather_object
 from tests.accelerator.conftest import on_ranks
 from tests.integrations.takeover import installed, is_the_same
 from tests.outer.islands import Grid
@@ -409,6 +411,52 @@ def test_an_optimizer_with_weights_of_its_own_for_an_evaluation_turns_those_of_t
     optimizer.train()
     assert same(held_by(model), live)
     takeover.close()
+
+
+@pytest.mark.parametrize("is_first", [True, False])
+@on_ranks(2)
+def test_a_script_that_gathers_by_a_partial_state_alone_has_rounds_too(is_first):
+    takeover = installed(RECIPES["diloco"])
+    makers = [lambda: PartialState(cpu=True), lambda: DistributedDataParallel(net())]
+    made = [make() for make in (makers if is_first else reversed(makers))]
+    model = made[is_first]
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for step in range(7):
+        torch.manual_seed(2 * step + dist.get_rank())
+        one_step(model, optimizer)
+        assert gather_object([step]) == [step, step]
+    assert not is_the_same([one.tolist() for one in held_by(model).values()])
+    takeover.close()
+    assert is_the_same([one.tolist() for one in model.state_dict().values()])
+
+
+@pytest.mark.parametrize("is_iterable", [False, True])
+@on_ranks(2)
+def test_a_script_of_accelerate_saves_equal_weights_after_an_epoch(is_iterable):
+    takeover = installed(RECIPES["local_sgd"])
+    theirs = accelerate.Accelerator(
+        cpu=True, dataloader_config=accelerate.DataLoaderConfiguration(dispatch_batches=False)
+    )
+    data = [torch.randn(4, generator=torch.Generator().manual_seed(k)) for k in range(44)]
+    model, batches = net(), DataLoader(Numbers(data) if is_iterable else data, 2, shuffle=not is_iterable)
+    model, optimizer, batches = theirs.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), batches)
+    for epoch in range(2):
+        for x in batches:
+            theirs.backward(model(x).square().mean())
+            optimizer.step()
+            optimizer.zero_grad()
+        assert is_the_same([one.tolist() for one in model.parameters()]) == (epoch == 1)  # when a round was due
+        theirs.wait_for_everyone()
+        assert is_the_same([one.tolist() for one in theirs.unwrap_model(model).state_dict().values()])
+    takeover.close()
+
+
+class Numbers(IterableDataset):
+    def __init__(self, rows):
+        self.rows = rows
+
+    def __iter__(self):
+        return iter(self.rows)
 
 
 @on_ranks(2)

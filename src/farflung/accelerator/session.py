@@ -24,7 +24,7 @@ from farflung.config.sharding import FullyShardedDataParallelPlugin, enable_fsdp
 from farflung.loop.state import ActiveLoaders, LoopState
 from farflung.loop.uneven import UnevenDataCheck
 from farflung.process.mesh import IslandSize, Mesh, make_mesh, make_parallel_mesh, require_replicas, stated_island_size
-from farflung.process.world import World
+from farflung.process.world import World, note_accelerator
 
 if TYPE_CHECKING:
     from farflung.accelerator.controller import OuterController
@@ -185,6 +185,7 @@ def resolve_layout(
         session.announced = tuple(name for name in names if environ.text(name) is None)
         enable_fsdp_ram_efficient_loading()
     session.layout = layout
+    note_accelerator()
     return layout
 
 

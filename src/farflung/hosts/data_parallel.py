@@ -45,7 +45,7 @@ from farflung.hosts.frameworks import follow_frameworks, show_in_trainer, to_mak
 from farflung.hosts.patching import around
 from farflung.hosts.rounds import RoundFigures, RoundOutputs, note_attached
 from farflung.hosts.spawned import follow_processes
-from farflung.hosts.training_data import TrainingData, sampler_of
+from farflung.hosts.training_data import TrainingData, is_by_accelerate, sampler_of
 from farflung.loop.optimizer import parameters_of
 from farflung.loop.scheduler import planned_updates
 from farflung.methods.arguments import OuterConfig, recipe_of
@@ -55,7 +55,7 @@ from farflung.outer.checks import check_inner
 from farflung.process.mesh import Mesh, make_mesh, replicas_here, require_replicas, stated_island_size
 from farflung.process.place import FIXED, Place
 from farflung.process.watchdog import Watchdog
-from farflung.process.world import current_world
+from farflung.process.world import has_accelerator
 
 
 class DDPTakeover:
@@ -164,7 +164,7 @@ class DDPTakeover:
 
     def _make_ddp(self, make: Callable[..., None], *args: Any, **options: Any) -> None:
         """Follow a DDP model that the script makes; if there are islands, make it over this rank's."""
-        if current_world() is not None or not dist.is_initialized():
+        if has_accelerator() or not dist.is_initialized():
             make(*args, **options)  # an Accelerator of ours calls, and opens loops itself; or torch raises an error
             return
         given = inspect.signature(make).bind(*args, **options)
@@ -246,7 +246,9 @@ class DDPTakeover:
         for shared in self._driven.get(optimizer, ()) if not self._is_in_round else ():
             shared.end_evaluations()
         is_afterwards = self._has_ended and not dist.is_initialized()
-        if self._is_in_round or is_afterwards or current_world() is not None or optimizer in self._driven:
+        if self._is_in_round or is_afterwards or optimizer in self._driven:
+            return
+        if has_accelerator() and not (self._followed and self._trained_by(optimizer)):
             return
         loops = list(dict.fromkeys(one.shared for one in self._trained_by(optimizer)))
         self._check(optimizer, parameters_of(optimizer), bool(loops))
@@ -377,9 +379,11 @@ class DDPTakeover:
             one.epochs.iteration_starts(loader)
 
     def iteration_ended(self, ended: Any, at_end: bool) -> None:
+        sampler = sampler_of(ended.base_dataloader)
         for one in self._loops:
-            is_read_ahead = sampler_of(ended.base_dataloader) in self._data.read_ahead
-            one.epochs.iteration_ended(ended, at_end, ended.may_train, is_read_ahead)
+            is_ahead = sampler in self._data.read_ahead or is_by_accelerate(sampler)
+            one.epochs.iteration_ended(ended, at_end, ended.may_train, is_ahead)
+            one.epochs.is_ahead = sampler in self._data.read_ahead  # Accelerate's scripts wait for others after a step
 
     def _flush(self, shared: FollowedLoop) -> None:
         """Stay in the rounds of a loop until all ranks have come here: a collective."""

@@ -182,7 +182,8 @@ class TrainingData:
             batches: Any = self._shared(loader, sampler, copy, current)
             return ReportingIterator(batches, -1, current, self._loop, self.is_training)
         batches = iterate(loader)
-        return ReportingIterator(batches, length_hint(batches, -1), current, self._loop, self.is_training)
+        length = -1 if is_by_accelerate(sampler) else length_hint(batches, -1)  # it reads the last batch a step before
+        return ReportingIterator(batches, length, current, self._loop, self.is_training)
 
     def _length(self, length: Callable[..., int], loader: DataLoader[Any]) -> int:
         """Return the share of one of the replicas that the run begins with, by which schedules are planned."""
@@ -196,8 +197,9 @@ class TrainingData:
 
         A sampler that shuffles counts as such before its first pass too, as each fit makes new samplers.
         """
-        may_train = sampler.shuffle and sampler not in self._evaluated
-        return self._is_shared(sampler) and (sampler in self._trained or may_train)
+        if not self._is_shared(sampler):
+            return False
+        return sampler in self._trained or (sampler.shuffle and sampler not in self._evaluated)
 
     def _is_shared(self, sampler: DistributedSampler[Any]) -> bool:
         is_elastic = self.slots is not None or self._place.member is not None  # before it has a model, too
@@ -241,6 +243,13 @@ _END = object()
 
 
 def sampler_of(loader: DataLoader[Any]) -> DistributedSampler[Any] | None:
-    """Return the `DistributedSampler` of a loader, if it has one."""
-    found = getattr(loader.batch_sampler, "sampler", loader.sampler)
-    return found if isinstance(found, DistributedSampler) else None
+    """Return the `DistributedSampler` of a loader, or what shares out its data in its place; None: it has none."""
+    found: Any = getattr(loader.batch_sampler, "sampler", loader.sampler)
+    shards: list[Any] = [one for one in (loader.batch_sampler, loader.dataset) if is_by_accelerate(one)]
+    return next(iter(shards), found if isinstance(found, DistributedSampler) else None)
+
+
+def is_by_accelerate(sampler: Any) -> bool:
+    """Return whether Hugging Face's Accelerate shares out a loader's data by `sampler`; it reads a batch ahead."""
+    shards = ("BatchSamplerShard", "IterableDatasetShard")
+    return type(sampler).__module__ == "accelerate.data_loader" and type(sampler).__name__ in shards

@@ -69,6 +69,7 @@ class World(RankInfo):
 _world: World | None = None
 _last: RankInfo | None = None  # of the world that this process has left
 _num_left = 0
+_has_accelerator = False
 _stores: dict[Any, Any] = {}  # the one that this process meets others in, by its address and more
 _readers: WeakValueDictionary[int, Any] = WeakValueDictionary()
 
@@ -113,12 +114,23 @@ def set_world(world: World) -> World:
 
 def clear_world() -> World | None:
     """Forget the world of this process, and return it."""
-    global _last, _num_left, _world
-    world, _world = _world, None
+    global _last, _num_left, _world, _has_accelerator
+    world, _world, _has_accelerator = _world, None, False
     if world is not None:
         _last = RankInfo(world.rank, world.size, world.local_rank, world.local_size)
         _num_left += world.owns_group
     return world
+
+
+def note_accelerator() -> None:
+    """Record that an Accelerator has settled how the ranks of this world share models."""
+    global _has_accelerator
+    _has_accelerator = True
+
+
+def has_accelerator() -> bool:
+    """Return whether an Accelerator has settled how ranks share models: it opens their outer loops then."""
+    return _has_accelerator
 
 
 def forget_rank() -> None:
