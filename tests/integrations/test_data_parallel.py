@@ -24,6 +24,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, TensorDataset
+from torchdata.stateful_dataloader import StatefulDataLoader
 
 from farflung import Accelerator, PartialState
 from farflung.base.errors import CollectiveMismatch, ConfigError, Unsupported
@@ -448,6 +449,19 @@ def test_a_script_of_accelerate_saves_equal_weights_after_an_epoch(is_iterable):
         assert is_the_same([one.tolist() for one in model.parameters()]) == (epoch == 1)  # when a round was due
         theirs.wait_for_everyone()
         assert is_the_same([one.tolist() for one in theirs.unwrap_model(model).state_dict().values()])
+    takeover.close()
+
+
+@on_ranks(2)
+def test_a_loader_with_a_state_ends_an_epoch_too():
+    takeover = installed(RECIPES["local_sgd"])
+    data = torch.randn(44, 4, generator=torch.Generator().manual_seed(1))
+    model = DistributedDataParallel(net())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for x in StatefulDataLoader(data, 2, sampler=DistributedSampler(data)):
+        model(x).square().mean().backward()
+        optimizer.step()
+    assert is_the_same([one.tolist() for one in model.parameters()])
     takeover.close()
 
 

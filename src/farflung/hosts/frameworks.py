@@ -73,7 +73,7 @@ def to_make_ddp(here: Place) -> str:
 
 
 def follow_frameworks(flush: Callable[..., None], is_behind: Callable[[], bool], training: TrainingData) -> None:
-    """Follow Lightning, ignite and transformers' Trainer, if the script has loaded them.
+    """Follow Lightning, ignite, transformers' Trainer and torchdata's loaders, if the script has loaded them.
 
     Args:
         flush: called where a fit ends on all ranks, with `at_end`, and where an epoch of the Trainer does, whose
@@ -129,6 +129,7 @@ def follow_frameworks(flush: Callable[..., None], is_behind: Callable[[], bool],
         ("lightning.fabric.utilities.data", "", "sized_len", length),
         ("lightning_fabric.utilities.data", "", "sized_len", length),
         ("ignite.engine", "Engine", "run", run),
+        ("torchdata.stateful_dataloader", "StatefulDataLoader", "__iter__", training.iterate),  # which is its own
     ):
         there: Any = sys.modules.get(module)
         there = getattr(there, owner) if there is not None and owner else there

@@ -133,7 +133,7 @@ class TrainingData:
 
     def install(self) -> None:
         around(DistributedSampler, "__iter__", self._draw)
-        around(DataLoader, "__iter__", self._iterate)
+        around(DataLoader, "__iter__", self.iterate)
         around(DataLoader, "__len__", self._length)
 
     def stepped(self) -> Any:
@@ -166,7 +166,8 @@ class TrainingData:
             self._begin(sampler)
         return draw(sampler)
 
-    def _iterate(self, iterate: Callable[..., Iterator[Any]], loader: DataLoader[Any]) -> Iterator[Any]:
+    def iterate(self, iterate: Callable[..., Iterator[Any]], loader: DataLoader[Any]) -> Iterator[Any]:
+        """Begin a pass over a loader, whose class begins one by `iterate`."""
         sampler = sampler_of(loader)
         if sampler is None or self.is_inside:
             return iterate(loader)
