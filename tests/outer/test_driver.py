@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import nn
 
+from farflung.base.errors import StateError
 from farflung.comm.group import SoloGroup
 from farflung.hosts.driver import Driver, EpochTracker, LoopMembers
 from farflung.outer import diloco
@@ -108,3 +109,20 @@ def test_an_adapter_in_short_rounds_gets_advice_once(frozen, every, capsys):
         driver.step_attempted(optimizer, True, None)
     driver.end()
     assert capsys.readouterr().err.count("max_momentum=0.5") == (frozen and every == 8)
+
+
+def test_no_state_is_saved_while_one_of_two_models_has_the_agreed_weights():
+    models = nn.ModuleDict({"0": nn.Linear(2, 1), "1": nn.Linear(2, 1)})
+    optimizer = torch.optim.SGD(models.parameters(), lr=0.1)
+    driver = Driver(models, diloco(4), LoopMembers(SoloGroup()), optimizer, lambda: None, pytest.fail)
+    with torch.no_grad():
+        models["0"].bias.add_(1.0)
+        models["1"].bias.add_(1.0)
+    driver.loop.count()
+    own = [models[name].bias.item() for name in "01"]
+    with driver.agreed(models["1"]):
+        assert [models[name].bias.item() for name in "01"] == [own[0], pytest.approx(own[1] - 1)]
+        with pytest.raises(StateError, match="eval"):
+            driver.loop.state_dict()
+    assert driver.loop.state_dict()
+    driver.drop()

@@ -26,7 +26,7 @@ from farflung.base.errors import ConfigError
 from farflung.base.events import Kind, record
 from farflung.base.words import counted
 from farflung.comm.group import Group
-from farflung.hosts.evaluation import agreed_in, evaluates
+from farflung.hosts.evaluation import evaluates
 from farflung.members.elastic import Elastic
 from farflung.methods.inner import IterationTracker
 from farflung.methods.recipe import Recipe, unfit
@@ -176,9 +176,7 @@ class Driver:
 
         `module`: the only one of several models that is to have them.
         """
-        if module not in (None, self._model):
-            return agreed_in(module, self.agreed)
-        return self.loop.synced() if self.lends else nullcontext()
+        return self.loop.synced(module) if self.lends else nullcontext()
 
     def end(self, error: BaseException | None = None) -> None:
         """End the loop as the end of its `with` block would: a collective, unless there is an error."""

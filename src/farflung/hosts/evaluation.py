@@ -6,8 +6,8 @@ from __future__ import annotations
 import sys
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager, ExitStack
 from functools import cache
 from typing import Any, Protocol
 
@@ -17,8 +17,6 @@ from torch import nn
 from farflung.base.events import Kind, record
 from farflung.comm.frames import user_call
 from farflung.comm.recording import WeakHook
-from farflung.comm.shards import local, reshard
-from farflung.comm.tensor_memory import lent
 from farflung.hosts.patching import around
 
 
@@ -40,30 +38,6 @@ class Lender(Protocol):
 def evaluates(optimizer: Any) -> bool:
     """Return whether an optimizer is schedule-free: its `eval()` turns the weights of the training."""
     return callable(getattr(optimizer, "eval", None))
-
-
-@contextmanager
-def agreed_in(module: nn.Module, agreed: Callable[[], AbstractContextManager[None]]) -> Iterator[None]:
-    """Have the weights that several models have in `agreed()` in one of them within a block, and in no other one."""
-
-    def named() -> dict[str, torch.Tensor]:
-        reshard(module.modules())
-        return dict([*module.named_parameters(), *module.named_buffers()])
-
-    found = named()
-
-    def tensors() -> list[torch.Tensor]:
-        now = named()
-        return [local(now.get(name, one)) for name, one in found.items()]
-
-    def lend(own: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
-        with agreed():
-            theirs = [one.clone() for one, _ in own]
-        for (tensor, _), value in zip(own, theirs, strict=True):
-            tensor.copy_(value)
-
-    with lent(tensors, lend):
-        yield
 
 
 class LentWeights:

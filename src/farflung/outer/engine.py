@@ -328,15 +328,15 @@ class OuterLoop:
         self.open_end.steps = 0
 
     @contextmanager
-    def synced(self) -> Iterator[None]:
-        """Put the weights to evaluate into the model; afterwards restore those that this rank trains.
+    def synced(self, module: nn.Module | None = None) -> Iterator[None]:
+        """Put the weights to evaluate into the model, or a `module` of it; then restore those that this rank trains.
 
         They are the anchor, with the buffers of its round; under Nesterov momentum, the slow weights that the anchor is
         a step ahead of. With a common anchor nothing is sent, nor in a warm-up, when the weights themselves are common.
         Recipes without one, or with one per replica, average the weights of all ranks for this: a collective.
         """
         self._check_open()
-        with self._sync.lent():
+        with self._sync.lent(None if module is self._model else module):
             yield
 
     def close(self) -> None:
@@ -359,10 +359,10 @@ class OuterLoop:
 
         It holds the anchor and its optimizer, this rank's trainable weights and buffers, error feedback, the results of
         exchanges in flight (it waits for them), schedule position, weight and counters. Each rank must save its own.
-        Within `synced` the model has other weights than these: a StateError.
+        Within `synced`, or in an evaluation, the model has other weights than these: a StateError.
         """
         if self._sync.num_lent:
-            raise StateError("state_dict() within synced(): the model has other weights. Call it after that block.")
+            raise StateError("state_dict() within synced() or eval(): the model has other weights. Call it after that.")
         return {
             **identity_of(self._rounds.replica.parts, self._quorum.generation.island.shard),
             "layout": self._rounds.replica.layout,

@@ -7,17 +7,18 @@ import math
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import TypeVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from farflung.comm import tensor_memory
 from farflung.comm.bucket import broadcast_values
 from farflung.comm.recording import unrecorded
-from farflung.comm.shards import local, num_parts
+from farflung.comm.shards import local, num_parts, reshard
 from farflung.exchanged.comparison import FINGERPRINT_BYTES
 from farflung.exchanged.replica import Replica
 from farflung.methods.fragments import TensorPlace
@@ -344,8 +345,17 @@ class Sync:
     # ---- evaluation
 
     @contextmanager
-    def lent(self) -> Iterator[None]:
-        """Have the values to evaluate in the model within the block; see `OuterLoop.synced`."""
+    def lent(self, module: nn.Module | None = None) -> Iterator[None]:
+        """Have the values to evaluate in the model within the block, or in one part of it; see `OuterLoop.synced`."""
+        self.num_lent += 1
+        try:
+            with self._lent() if module is None else _lent_to(module, self._lent):
+                yield
+        finally:
+            self.num_lent -= 1
+
+    @contextmanager
+    def _lent(self) -> Iterator[None]:
         replica = self.replica
         is_common, has_anchor = self.warmup.makes_alike(), self.timetable.recipe.has_anchor
         must_average = not (is_common or has_anchor) and self.quorum.group.size > 1
@@ -357,12 +367,8 @@ class Sync:
             if not (is_common or is_set):
                 self.lend(coming, own)
 
-        self.num_lent += 1
-        try:
-            with replica.kept(coming, lend):
-                yield
-        finally:
-            self.num_lent -= 1
+        with replica.kept(coming, lend):
+            yield
 
     @unrecorded()
     def lend(self, coming: Sequence[TensorPlace] = (), own: Sequence[tuple[Tensor, Tensor]] = ()) -> None:
@@ -382,6 +388,30 @@ class Sync:
             self.average(coming)
 
         self.together(average)
+
+
+@contextmanager
+def _lent_to(module: nn.Module, lent: Callable[[], AbstractContextManager[None]]) -> Iterator[None]:
+    """Have the values that a model has in `lent()` in one part of it within a block, and in no other one."""
+
+    def named() -> dict[str, Tensor]:
+        reshard(module.modules())
+        return dict([*module.named_parameters(), *module.named_buffers()])
+
+    found = named()
+
+    def tensors() -> list[Tensor]:
+        now = named()
+        return [local(now.get(name, one)) for name, one in found.items()]
+
+    def lend(own: list[tuple[Tensor, Tensor]]) -> None:
+        with lent():
+            theirs = [one.clone() for one, _ in own]
+        for (tensor, _), value in zip(own, theirs, strict=True):
+            tensor.copy_(value)
+
+    with tensor_memory.lent(tensors, lend):
+        yield
 
 
 def _digest_of(replica: Replica) -> int:
