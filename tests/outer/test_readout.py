@@ -135,6 +135,26 @@ def test_a_state_of_the_weights_to_evaluate_is_refused():
         assert outer.state_dict()
 
 
+@pytest.mark.law("readout-is-slow-weights")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_an_embedding_that_shortens_rows_in_an_evaluation_has_its_own_weights_afterwards(dtype):
+    torch.manual_seed(0)
+    model = torch.nn.Embedding(6, 4, max_norm=0.5, dtype=dtype)
+    with OuterLoop(model, diloco(4), SoloGroup()) as outer:
+        with torch.no_grad():
+            model.weight.mul_(0.1)
+        outer.step()
+        own, agreed = values(model), evaluated(outer, model)
+        with outer.synced():
+            model(torch.arange(4))
+            assert not same(agreed, values(model))
+        assert same(own, values(model))
+        assert same(agreed, evaluated(outer, model))
+        with outer.synced(), torch.no_grad():
+            model.weight[0].add_(torch.arange(4))
+        assert not same(own, values(model))  # a script has written these
+
+
 def seen_on(group, sizes):
     """Train a model with statistics, and evaluate it between rounds."""
     run = Run(group, diloco(3, lr=1.0, momentum=0.5), make=net)

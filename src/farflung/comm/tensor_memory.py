@@ -9,12 +9,13 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.functional import pad
 from torch.nn.parameter import is_lazy
 
 from farflung.base.errors import ConfigError, Unsupported
 from farflung.comm.recording import unrecorded
+from farflung.comm.shards import local
 
 _NO_NUMBERS = (torch.bits8, torch.bits16, torch.bits1x8, torch.bits2x4, torch.bits4x2)
 _HALVES = (torch.float16, torch.bfloat16)
@@ -96,30 +97,44 @@ def fingerprint(x: Tensor) -> int:
 
 @contextmanager
 def lent(
-    tensors: Callable[[], Sequence[Tensor]], lend: Callable[[list[tuple[Tensor, Tensor]]], None]
+    model: nn.Module, tensors: Callable[[], Sequence[Tensor]], lend: Callable[[list[tuple[Tensor, Tensor]]], None]
 ) -> Iterator[None]:
     """Put other values into tensors for the length of the block; then restore those that no script has overwritten.
 
     Args:
+        model: has these tensors. Its embeddings with a `max_norm` shorten rows in every forward pass.
         tensors: returns this rank's parts, in the same order each time: a model may be moved or cast meanwhile.
         lend: puts the other values there, given the tensors with their own.
     """
+    embeddings = [one for one in model.modules() if isinstance(one, (nn.Embedding, nn.EmbeddingBag)) and one.max_norm]
     with unrecorded():
         own = [(tensor, tensor.clone()) for tensor in tensors()]
+    shortened = [local(one.weight).data_ptr() for one in embeddings]
     there: list[int] = []
+    longer: dict[int, Tensor] = {}
     try:
         with unrecorded():
             lend(own)
+            longer |= {n: x.clone() for n, (x, _) in enumerate(own) if x.data_ptr() in shortened}
             there += [fingerprint(tensor) for tensor, _ in own]
         yield
     finally:
         with unrecorded():
             for number, (now, (before, value)) in enumerate(zip(tensors(), own, strict=True)):
-                if there and fingerprint(before) != there[number]:
+                if there and fingerprint(before) != there[number] and not _is_shortened(before, longer.get(number)):
                     continue
                 if now.data_ptr() != before.data_ptr() and _is_copy(now, before):
                     now.copy_(value)
                 before.copy_(value)  # also if a script has put other memory in its place
+
+
+def _is_shortened(x: Tensor, of: Tensor | None) -> bool:
+    """Return whether each row of a tensor is that of another one, or a multiple of it by less than 1."""
+    if of is None or x.dim() != 2:
+        return False
+    now, before, rounding = x.float(), of.float(), 2 * torch.finfo(x.dtype).eps + 2e-6
+    ratio = now.norm(dim=1, keepdim=True) / before.norm(dim=1, keepdim=True).clamp_min(1e-30)
+    return bool((ratio < 1 + rounding).all()) and torch.allclose(now, before * ratio, rtol=rounding)
 
 
 def _is_copy(x: Tensor, of: Tensor) -> bool:

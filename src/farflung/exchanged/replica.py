@@ -302,5 +302,5 @@ class Replica:
             reshard(self._model.modules())
             return [local(place.owner.get(place.key, one)) for place, one in there]
 
-        with lent(tensors, lend):
+        with lent(self._model, tensors, lend):
             yield

@@ -78,5 +78,5 @@ def means_in(model: nn.Module, averages: Iterable[WeightAverage]) -> Iterator[No
         for (tensor, _), (_, mean) in zip(own, pairs, strict=True):
             tensor.copy_(mean)
 
-    with lent(tensors, lend):
+    with lent(model, tensors, lend):
         yield

@@ -410,7 +410,7 @@ def _lent_to(module: nn.Module, lent: Callable[[], AbstractContextManager[None]]
         for (tensor, _), value in zip(own, theirs, strict=True):
             tensor.copy_(value)
 
-    with tensor_memory.lent(tensors, lend):
+    with tensor_memory.lent(module, tensors, lend):
         yield
 
 
