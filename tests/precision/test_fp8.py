@@ -37,8 +37,10 @@ def test_under_fsdp_a_recipe_asks_for_fp8_by_itself(precision, monkeypatch):
     monkeypatch.setattr(fp8, "installed_version", lambda library: "1.0")
     recipe = AORecipeKwargs(config=SimpleNamespace(emulate=True))
     plugin = FullyShardedDataParallelPlugin()
-    accelerator = Accelerator(cpu=True, mixed_precision=precision, fsdp_plugin=plugin, kwargs_handlers=[recipe])
-    assert (accelerator.mixed_precision, accelerator.ao_recipe_handler) == ("fp8", recipe)
+    for _ in range(2):  # the second one has the same settings
+        accelerator = Accelerator(cpu=True, mixed_precision=precision, fsdp_plugin=plugin, kwargs_handlers=[recipe])
+        assert (accelerator.mixed_precision, accelerator.ao_recipe_handler) == ("fp8", recipe)
+        assert accelerator.state.mixed_precision == "fp8"
 
 
 def test_weights_that_are_gathered_in_fp8_are_refused_in_a_config_too():

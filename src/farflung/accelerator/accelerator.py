@@ -156,7 +156,8 @@ class Accelerator(AcceleratorProperties, OuterMethods, Checkpointing, TrackerMet
             self._layout = layout = resolve_layout(
                 session, fsdp_plugin, parallelism_config, island_size, asked is not None
             )
-            self._precision = settings.resolve_precision(session.mixed_precision, world.device, given, layout.fsdp)
+            self._precision = settings.resolve_precision(session.asked_precision, world.device, given, layout.fsdp)
+            session.mixed_precision = self._precision.name
         if accumulation is None:
             session.accumulate_as_first()
         self._loop = session.loop

@@ -61,6 +61,7 @@ class Session:
     """The settings that all Accelerators of a process share.
 
     Attributes:
+        asked_precision, mixed_precision: as given, and as it is: a recipe for fp8 may ask for that by itself.
         plugin, loop: how gradients are accumulated, and where that stands; an Accelerator that asks for another
             accumulation gets a loop of its own, which sees the same loaders. `GradientState` shows the latest.
         first: plugin and loop of the first Accelerator, if the latest has others; it alone keeps that loop.
@@ -73,6 +74,7 @@ class Session:
     """
 
     world: World
+    asked_precision: str
     mixed_precision: str
     plugin: GradientAccumulationPlugin
     loop: LoopState
@@ -124,12 +126,12 @@ def open_session(
         unset_announced()
         chosen = plugin or GradientAccumulationPlugin(num_steps=1)
         precision = mixed_precision or environ.text("ACCELERATE_MIXED_PRECISION") or "no"
-        _session = Session(world, precision, chosen, new_loop(chosen, world), compiling)
+        _session = Session(world, precision, precision, chosen, new_loop(chosen, world), compiling)
         return _session
-    if mixed_precision is not None and mixed_precision != _session.mixed_precision:
+    if mixed_precision is not None and mixed_precision != _session.asked_precision:
         raise ConfigError(
             f"mixed_precision={mixed_precision!r}, but this process's first Accelerator has "
-            f"{_session.mixed_precision!r}. Make them equal, or call `AcceleratorState._reset_state()` between two "
+            f"{_session.asked_precision!r}. Make them equal, or call `AcceleratorState._reset_state()` between two "
             "runs."
         )
     _session.compiling = compiling or _session.compiling
