@@ -51,6 +51,7 @@ FORMS = {
     "strings": (lambda b: [f"w{i}" for i in b.tolist()], lambda g: [int(word[1:]) for word in g], False),
     "objects": (lambda b: [{"id": i, "set": {i}} for i in b.tolist()], lambda g: [item["id"] for item in g], False),
     "ragged": (lambda b: [torch.full((i % 3 + 1,), i) for i in b.tolist()], lambda g: [int(x[0]) for x in g], True),
+    "mixed plain tuple": (lambda b: (words(b), {"t": b}, b), lambda g: pairs(g[0], g[1]["t"]), False),
     "mixed tuple": (lambda b: Pair(words(b), b), lambda g: pairs(g.first, g.second), False),
     "mixed dataclass": (lambda b: Output(b, words(b)), lambda g: pairs(g.hidden, g.logits), False),
     "mixed": (lambda b: {"t": b, "w": words(b)}, lambda g: pairs(g["w"], g["t"]), False),

@@ -46,11 +46,11 @@ def gather_for_metrics(
 
     Args:
         data: a tree of tensors, whose first dimensions may differ between ranks; a list of picklable objects, one a
-            sample; or a dictionary, a named tuple or a dataclass of such.
+            sample; or a dictionary, a named tuple, a dataclass or a tuple with tensors and containers of such.
         use_gather_object: gather rows as pickled objects even if all leaves are tensors; they may differ in shape.
         at: the current batch's position: a rank that is at another one gets an error.
     """
-    is_record = is_container(data) and (not isinstance(data, (list, tuple)) or is_namedtuple(data))
+    is_record = is_container(data) and (not isinstance(data, (list, tuple)) or is_namedtuple(data) or _is_mixed(data))
     if not use_gather_object and _holds_tensors_alone(data):
         gathered = collectives.gather(exchange, data, ragged=True, at=at, within="gather_for_metrics")
         # One process gathers a number as it is: nothing to cut.
@@ -61,6 +61,13 @@ def gather_for_metrics(
         items = collectives.gather_object(exchange, data, at, "gather_for_metrics", within)
         return items[:remainder] if remainder > 0 else items
     return rebuilt(data, lambda value: gather_for_metrics(exchange, value, remainder, False, at))
+
+
+def _is_mixed(data: list[Any] | tuple[Any, ...]) -> bool:
+    """Return whether `data` has tensors of samples, such as predictions, next to containers, such as their texts."""
+    tensors = [isinstance(item, torch.Tensor) and item.ndim > 0 for item in data]
+    others = [is_container(item) for item, is_tensor in zip(data, tensors, strict=True) if not is_tensor]
+    return any(tensors) and bool(others) and all(others)
 
 
 def _holds_tensors_alone(data: Any) -> bool:
