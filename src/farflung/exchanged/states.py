@@ -28,15 +28,15 @@ class MergedState:
 
     weights: dict[str, Tensor]  # local weights and buffers, by name
     # For `OuterLoop.load_state_dict` on each of the new ranks. None for a recipe whose anchors have moved by what is
-    # still in flight (`eager_diloco`): it can only start afresh, at `weights`.
+    # still in flight (`eager_diloco`): load `weights` into the model on each of them, and make a new loop over it.
     state: dict[str, Any] | None
 
 
 def merge_states(states: Sequence[dict[str, Any]]) -> MergedState:
     """Merge the states of all old ranks into one for any number of new ranks, as when a machine has left or joined.
 
-    Load the same state on each new rank, into a loop with the same recipe over the same model. An `Accelerator` does
-    this by itself.
+    Load the same `state` on each new rank, into a loop with the same recipe over the same model. If it is None, load
+    `weights` into the model there instead, and make the loop after that. An `Accelerator` does this by itself.
 
     Args:
         states: what `OuterLoop.state_dict()` returned on each old rank, in rank order. Of a model that was sharded over
