@@ -139,6 +139,25 @@ def test_a_run_of_ddp_has_sent_its_gradients_and_prices_are_applied(ddp):
     assert str(found).endswith("USD")
 
 
+def test_two_models_have_the_bytes_of_both_also_where_ranks_were_restarted(ddp):
+    (one,) = [json.loads(line) for line in (ddp.path / "events.jsonl").read_text().splitlines()]
+    other = one | {"parameters": 500_000, "bytes": 2_000_000}
+    again = [row | {"time": T0 + 50, "restart": 1} for row in (one, other)]
+    write_lines(ddp.path / "events.jsonl", [one, other, *again])
+    found = figures(ObservedRun(ddp.path))
+    assert found.bytes_ddp == 2 * 100 * 6e6
+
+
+def test_hours_of_ranks_that_were_restarted_in_place_count_from_the_start_of_the_launcher(ddp):
+    add_lines(ddp.path / "events.jsonl", {"time": T0 + 1, "event": "started", "processes": 2})
+    for file in (ddp.path / "ranks").iterdir():
+        row = json.loads(file.read_text()) | {"restart": 1, "begun": T0 + 51}
+        file.write_text(json.dumps(row) + "\n")
+    found = figures(ObservedRun(ddp.path), price_hour=2.0)
+    assert found.replica_hours == pytest.approx(2 * 100 / 3600)
+    assert found.usd == pytest.approx(2.0 * found.replica_hours)
+
+
 @pytest.mark.usefixtures("warm")
 def test_of_two_launched_runs_the_folders_alone_tell_what_an_outer_loop_saves(farflung, home):
     (home / "train.py").write_text(TRAINS)

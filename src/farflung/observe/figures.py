@@ -75,7 +75,9 @@ def figures(run: ObservedRun, price_hour: float | None = None, price_gb: float |
     model = model_of(run)
     island = 1 if model is None else max(1, int(model["island"]))
     leaders = [one for one in run.lives if one.row["rank"] % island == 0]
-    hours = sum(one.row["time"] - one.row["begun"] for one in leaders) / 3600
+    # The signs of a rank that was restarted in place are of its latest life alone.
+    begun = [run.attempts.latest.begun if one.row.get("restart") else one.row["begun"] for one in leaders]
+    hours = (sum(one.row["time"] for one in leaders) - sum(begun)) / 3600
     sent, ddp = _bytes(run, leaders, island)
     usd = None
     if price_hour is not None or price_gb is not None:
@@ -107,7 +109,7 @@ def spans(run: ObservedRun, one: Rank) -> list[Span]:
     begun, last = float(one.row["begun"]), float(one.row["time"])
     marks = []
     member, steps = one.row.get("member"), run.steps_of(one.row)
-    ready = [run.models[member].time] if member in run.models else []
+    ready = [event.time for event in run.models.get(member, ())][:1]
     if steps is not None:
         ready.append(steps.first["time"] - steps.first["step"] / max(one.rate, 1e-9))
     if ready or not one.step:
@@ -162,8 +164,12 @@ def _bytes(run: ObservedRun, leaders: list[Rank], island: int) -> tuple[float | 
 
 
 def model_of(run: ObservedRun) -> Row | None:
-    """Return the facts of the model that the run trains; None before a rank has prepared it."""
-    return next((event.facts for event in run.models.values()), None)
+    """Return the facts of the models that the run trains, with the bytes of all; None before a rank has prepared one.
+
+    Each is trained in as many steps.
+    """
+    models = next((models for models in run.models.values()), None)
+    return None if models is None else {**models[0].facts, "bytes": sum(event.facts["bytes"] for event in models)}
 
 
 def _efficiency(run: ObservedRun, replicas: int) -> Efficiency | None:

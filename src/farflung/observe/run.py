@@ -115,7 +115,7 @@ class ObservedRun:
         facts: how the latest launcher was started.
         events: what happened, in all attempts.
         current: those of this attempt.
-        models: what its replicas said of their models first, by member.
+        models: what the first life of each of its replicas said of its models, by member.
         curves: what the script has logged, in all attempts; steps that were made again count once.
         rounds: a line for each round and replica that writes here, since the ranks have started.
         lives: the ranks that have given a sign in this attempt, in order of their replicas' ids.
@@ -136,7 +136,7 @@ class ObservedRun:
             raise ConfigError(f"{path} is no folder of a run: {FACTS} can't be read ({error}).") from None
         self.attempts = Attempts()
         self.events, self.current = list[Event](), list[Event]()
-        self.models: dict[int | None, Event] = {}
+        self.models = defaultdict[int | None, list[Event]](list)
         self.saving = defaultdict[int | None, list[Event]](list)  # of this attempt, by member
         self.curves = Curves(self.attempts)
         self.rounds: list[RoundLine] = []
@@ -222,7 +222,9 @@ class ObservedRun:
         if attempt == latest:
             self.current.append(event)
             if event.kind is Kind.MODEL:
-                self.models.setdefault(event.facts.get("member"), event)
+                models = self.models[event.facts.get("member")]
+                if not models or models[0].facts.get("restart") == event.facts.get("restart"):
+                    models.append(event)
             if event.kind is Kind.SAVING:
                 self.saving[event.facts.get("member")].append(event)
         if event.kind is Kind.PROCESS:
