@@ -32,6 +32,7 @@ SCRIPT = ["sh", "-c", 'until [ -e "do$FARFLUNG_MEMBER" ]; do sleep 0.01; done; .
 START = partial(replicas.started, SCRIPT)
 WAITS = "until [ -e go ]; do sleep 0.01; done"
 MET, ITS_DONE = {"in": "1"}, {"in": "1", "left": member_store.DONE}
+ASKED = {"in": "1", "left": member_store.ASKED}
 
 
 def reporting(message: str, cause: str) -> str:
@@ -99,6 +100,7 @@ def lab(home, monkeypatch):
         ("exit 129", {}, 3, FAILED, "ended with exit code 129; it"),
         ("exit 3", MET, 3, FAILED, "ended with exit code 3; it"),
         ("kill -KILL $$", {}, 3, FAILED, "was killed by SIGKILL; it"),
+        ("kill -TERM $$", ASKED, 3, FAILED, "was asked to end, and did so after a round; it"),
         (REPORTS, ITS_DONE, 1, HUNG, "ended with exit code 1 (RankFailure: no answer) after its training was over; it"),
         ("exit 3", {"left": member_store.LATE}, 1, DONE, f"is not let in: {FINISHED}"),
         ("exit 0", MET, 1, DONE, None),
@@ -117,6 +119,8 @@ def test_how_a_process_ends_decides_whether_another_starts_and_the_code(line, re
     assert f"replica 0 of mine {last}" in said[-1] if last else not said
     has_end = [bool(lab.notes.get("gone", member) or lab.notes.get("left", member)) for member in lab.pids]
     assert has_end == [True] * num_started, "a generation may still name any of them"
+    if records is ASKED:
+        assert {lab.notes.get("gone", member) for member in lab.pids} == {member_store.ASKED}
     assert (lab.notes.num_launchers(), lab.notes.num_ends()) == (0, num_started - (line == "exit 0"))
 
 

@@ -18,6 +18,7 @@ from functools import partial
 
 import torch.distributed as dist
 
+from farflung.address.member_store import ASKED
 from farflung.base.signals import end_by
 from farflung.comm.group import Group
 from farflung.comm.patience import waiting
@@ -38,6 +39,8 @@ class LeavingOnSignal:
         name: of the loop, the same on these ranks.
         silent_s: for how long the run's store has given no answer. Without it there is no round to wait for.
     """
+
+    reason = ASKED
 
     def __init__(self, within_s: float, island: Group, name: str, silent_s: Callable[[], float]) -> None:
         self._within_s, self._silent_s = min(within_s, _WITHIN_S), silent_s

@@ -217,7 +217,7 @@ class OuterLoop:
             if self.steps_since_sync > 0 and not self.is_warming:
                 self._sync.run_next()  # else all have the same already
             self._rounds.apply_all()
-        self._end(is_in_step=False, reason="it was asked to end, and did so after a round")
+        self._end(is_in_step=False, reason=leaving.reason)
         leaving.leave()
 
     def step(self, items: float = 0) -> None:

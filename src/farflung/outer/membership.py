@@ -16,7 +16,13 @@ from farflung.votes.generation import Generation, Needs, Reached, open_generatio
 
 
 class Leaving(Protocol):
-    """Ends this process on request, after one more round."""
+    """Ends this process on request, after one more round.
+
+    Attributes:
+        reason: why the others continue without it.
+    """
+
+    reason: str
 
     def is_due(self) -> bool:
         """Return whether this replica leaves now; called after each step. Its ranks all get the same answer."""
