@@ -15,6 +15,7 @@ from farflung.accelerator.session import opened_session
 from farflung.base.errors import ConfigError, StateError
 from farflung.comm import collectives
 from farflung.methods.arguments import recipe_of
+from farflung.outer.quorum import _welcome
 from farflung.process.world import current_world, joined_world
 from farflung.state import AcceleratorState, PartialState
 from farflung.testing.ranks import run_ranks
@@ -282,6 +283,27 @@ def test_nothing_that_one_rank_does_alone_is_waited_for_and_state_dicts_hold_wha
     alone, mine = torch.load(tmp_path / "alone.pt"), torch.load(tmp_path / "mine.pt")
     assert torch.equal(alone["out.weight"], first[1])
     assert not torch.equal(mine["out.weight"], first[1])
+
+
+def test_a_newcomer_begins_before_its_first_forward_pass_and_keeps_the_statistics_of_that():
+    try:
+        accelerator, model, optimizer, loader = prepared(DILOCO)
+        quorum = accelerator.outer_loops[0]._quorum
+        quorum.welcome = _welcome(quorum._shared_state((), None, True))
+        shared = weights(accelerator, model)
+        with torch.no_grad():
+            accelerator.unwrap_model(model).out.bias.fill_(7.0)  # loaded after it has met the others
+        (batch,) = next(iter(loader))
+        loss = model(batch)
+        seen = weights(accelerator, model)
+        assert torch.equal(seen["out.bias"], shared["out.bias"])
+        accelerator.backward(loss)
+        optimizer.step()
+        found = weights(accelerator, model)
+        assert torch.equal(found["norm.running_mean"], seen["norm.running_mean"])
+        assert (shared["norm.num_batches_tracked"], found["norm.num_batches_tracked"]) == (0, 1)
+    finally:
+        AcceleratorState._reset_state()
 
 
 # ---- uneven ranks, skipped steps

@@ -63,7 +63,7 @@ class AttachedLoop(Driver):
             lambda advice: get_logger(__name__).warning(f"As the learning rate schedule has it, {advice}"),
             self._items_of_step,
         )
-        self.models = [EvaluatedModel(model, run.strategy.unwrap(model)) for model in models]
+        self.models = [EvaluatedModel(model, run.strategy.unwrap(model), self._about_to_train) for model in models]
         self.follow_optimizers()
         if recipe.weighs_items:
             optimizer.loop_state.under_way.counts_samples = True
@@ -179,6 +179,11 @@ class AttachedLoop(Driver):
                 "accelerator.backward(loss_sum, num_items=n), or train from a prepared loader of batches with tensors."
             )
         return self._num_items
+
+    def _about_to_train(self) -> None:
+        """Begin as a newcomer before its first forward pass, whose statistics then stay in the buffers."""
+        if self.loop.is_newcomer and not self._has_begun:
+            self._begin_where_it_is()
 
     def _begin_where_it_is(self) -> None:
         """Train this rank's own weights. Reset the anchor before the first step of any optimizer.

@@ -168,11 +168,12 @@ class EvaluatedModel:
     Args:
         model: as it was prepared.
         bare: the same, unwrapped.
+        trains: see `LentWeights`.
     """
 
-    def __init__(self, model: nn.Module, bare: nn.Module) -> None:
+    def __init__(self, model: nn.Module, bare: nn.Module, trains: Callable[[], None] = lambda: None) -> None:
         self.model, self.bare = model, bare
-        self.evaluation = LentWeights(model, bare)
+        self.evaluation = LentWeights(model, bare, trains)
         hooked: Any = bare  # whose types are not complete in torch
         end = hooked.register_load_state_dict_pre_hook(WeakHook(end_evaluation, self))
         self.hooks = [self.evaluation.hook, end]
