@@ -5,8 +5,6 @@ import importlib.util
 import io
 import json
 import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 from rich.console import Console
@@ -69,20 +67,6 @@ def test_the_demo_trains_six_ways_draws_judges_and_writes(tmp_path):
     wrote = subprocess.run(pasted, shell=True, cwd=tmp_path, capture_output=True, timeout=patience(60))
     assert wrote.returncode == 0, wrote.stderr
     assert wrote.stdout.startswith(b"def main(")
-
-
-def test_what_to_paste_names_the_program_that_ran(tmp_path, monkeypatch):
-    program = tmp_path / "bin" / "farflung"
-    program.parent.mkdir()
-    program.write_text("#!/bin/sh\n")
-    program.chmod(0o755)
-    monkeypatch.setattr(sys, "argv", [str(program), "demo"])
-    monkeypatch.setenv("PATH", "/nowhere")
-    assert compare.own_name() == [str(program)]
-    monkeypatch.setenv("PATH", str(program.parent))
-    assert compare.own_name() == ["farflung"]
-    monkeypatch.setattr(sys, "argv", [str(Path(compare.__file__)), "demo"])  # as `python -m farflung` has it
-    assert compare.own_name() == [sys.executable, "-m", "farflung"]
 
 
 def a_curve(way, *points, line_seconds):

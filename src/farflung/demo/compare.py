@@ -4,9 +4,7 @@
 from __future__ import annotations
 
 import importlib.util
-import os
 import shlex
-import shutil
 import sys
 from collections.abc import Sequence
 
@@ -88,13 +86,4 @@ def _conclude(settings: DemoSettings, results: Sequence[Result]) -> None:
     click.echo(f"model:   {settings.path(MODEL_FILE)}, trained by {best.way}. It is tiny: a sample resembles Python,")
     click.echo("         but won't run. Generate one:")
     folder = [] if settings.output == DEFAULT_OUTPUT else ["--output", settings.output]
-    click.echo(shlex.join([*own_name(), "demo", "--generate", PROMPT, *folder]))
-
-
-def own_name() -> list[str]:
-    """Return what to type in this folder to run this very command again."""
-    program = sys.argv[0]
-    command = shutil.which("farflung")
-    if command is not None and os.path.realpath(program) == os.path.realpath(command):
-        return ["farflung"]
-    return [program] if os.access(program, os.X_OK) else [sys.executable, "-m", "farflung"]
+    click.echo(shlex.join([sys.executable, "-m", "farflung", "demo", "--generate", PROMPT, *folder]))
