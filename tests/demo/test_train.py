@@ -222,7 +222,7 @@ def test_a_pipe_gets_a_line_a_minute(monkeypatch, capsys):
     now, trial = [0.0], SimpleNamespace(way=SimpleNamespace(name="DDP"))
     monkeypatch.setattr(train, "time", SimpleNamespace(monotonic=lambda: now[0]))
     for is_main in (True, False):
-        with train.progress_bar(SimpleNamespace(is_main_process=is_main), 1200) as show:
+        with train.progress(SimpleNamespace(is_main_process=is_main), 1200) as show:
             for _ in range(13):
                 now[0] += 10.0
                 show(trial)

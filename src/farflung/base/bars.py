@@ -53,14 +53,14 @@ class Bar:
 
 
 @contextmanager
-def bar(what: str, total: int, is_shown: bool = True) -> Iterator[Bar]:
+def bar(what: str, total: int, is_shown: bool = True, of_bytes: bool = True) -> Iterator[Bar]:
     """Yield a bar on stderr, which is gone when the block is left; nothing is drawn if stderr is no terminal.
 
     Args:
         what: is done, such as `Reading checkpoint_3`.
         is_shown: False on all processes but the main one.
     """
-    made = Bar(what, total, is_shown and sys.stderr is not None and sys.stderr.isatty())
+    made = Bar(what, total, is_shown and sys.stderr is not None and sys.stderr.isatty(), of_bytes)
     try:
         yield made
     finally:

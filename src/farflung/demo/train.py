@@ -14,13 +14,13 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeElapsedColumn, TimeRemainingColumn
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, Dataset, Subset
 
 from farflung import Accelerator
 from farflung.auto.choice import Choice, Link, Measurements, choose
+from farflung.base.bars import bar
 from farflung.checkpoint.writer import FileWriter, write_safetensors
 from farflung.comm.ddp_hook import average_hook
 from farflung.config.outer import AUTO
@@ -289,28 +289,23 @@ def rise_and_fall(done: float) -> float:
 
 
 @contextmanager
-def progress_bar(accelerator: Accelerator, steps: int) -> Iterator[Callable[[Trial], None]]:
+def progress(accelerator: Accelerator, steps: int) -> Iterator[Callable[[Trial], None]]:
     """Draw a bar over the `steps` of all trials on the main process; yield a function that counts a trial's step.
 
     A pipe or a file gets a line a minute in its place.
     """
-    if not sys.stdout.isatty():
-        done, began, minutes = 0, time.monotonic(), 1
+    began, minutes, is_main = time.monotonic(), 1, accelerator.is_main_process
+    with bar("Training", steps, is_main, of_bytes=False) as drawn:
 
         def count_step(trial: Trial) -> None:
-            nonlocal done, minutes
-            done += 1
-            if accelerator.is_main_process and time.monotonic() >= began + 60 * minutes:
-                print(f"{done:,} of {steps:,} steps after {minutes} min, the latest by {trial.way.name}", flush=True)
+            nonlocal minutes
+            drawn.advance(1)
+            if is_main and not sys.stderr.isatty() and time.monotonic() >= began + 60 * minutes:
+                done = f"{drawn.num_done:,} of {steps:,} steps after {minutes} min"
+                print(f"{done}, the latest by {trial.way.name}", flush=True)
                 minutes = 1 + int((time.monotonic() - began) // 60)
 
         yield count_step
-        return
-    columns = ("{task.description:18}", BarColumn(), MofNCompleteColumn(), "steps", TimeElapsedColumn(), "so far,")
-    left = (TimeRemainingColumn(), "left")
-    with Progress(*columns, *left, refresh_per_second=4, disable=not accelerator.is_main_process) as progress:
-        task = progress.add_task("", total=steps)
-        yield lambda trial: progress.update(task, advance=1, description=trial.way.name)
 
 
 def save_model(model: nn.Module, settings: DemoSettings, way: str) -> None:
@@ -334,7 +329,7 @@ def main(settings_file: str) -> None:
         choice = choice_for_line(accelerator, settings)
         trials = [stack.enter_context(Trial(way, accelerator, settings)) for way in ways(settings, choice)]
         batches = stack.enter_context(closing(endless(train)))
-        show = stack.enter_context(progress_bar(accelerator, len(trials) * settings.steps))
+        show = stack.enter_context(progress(accelerator, len(trials) * settings.steps))
         compete(trials, batches, held_out, show)
     if accelerator.is_main_process:
         save_results(settings, [trial.result() for trial in trials])
