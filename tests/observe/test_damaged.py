@@ -12,8 +12,6 @@ from click.testing import CliRunner
 from farflung.base.errors import ConfigError
 from farflung.cost.forecast import plan
 from farflung.cost.methods import efficiency
-from farflung.doctor import address, machine
-from farflung.launch.doctor import doctor
 from farflung.observe import planned, watch as watching
 from farflung.observe.figures import figures
 from farflung.observe.report import report
@@ -77,20 +75,6 @@ def test_no_damaged_folder_is_a_traceback(tmp_path, first):
             done = CliRunner().invoke(command, arguments)
             assert isinstance(done.exception, (SystemExit, ConfigError, type(None))), (seed, command.name, arguments)
             assert done.exit_code in (0, 1, 2), (seed, command.name)
-
-
-@pytest.mark.long
-def test_the_doctor_probes_any_damaged_folder_and_leaves_it_as_it_was(tmp_path, monkeypatch):
-    monkeypatch.setattr(machine, "PROBED_BYTES", 1_000_000)
-    monkeypatch.setattr(address, "LARGE_BYTES", 100_000)
-    for seed in range(100):
-        folder = damaged_run(tmp_path, seed)
-        before = {path: path.is_dir() or path.read_bytes() for path in folder.rglob("*")}
-        words = ["--folder", str(folder), "--meet", folder.as_uri(), "--parameters", "1M", "--json"]
-        done = CliRunner().invoke(doctor, words)
-        assert isinstance(done.exception, (SystemExit, type(None))), (seed, done.output)
-        assert {"put_s", "creates_once"} <= json.loads(done.stdout)["meet"].keys(), seed
-        assert {path: path.is_dir() or path.read_bytes() for path in folder.rglob("*")} == before, seed
 
 
 def test_what_can_not_be_read_is_counted_and_the_rest_is_shown(tmp_path):
