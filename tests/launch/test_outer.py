@@ -4,8 +4,6 @@
 from __future__ import annotations
 
 import json
-import re
-import shutil
 from pathlib import Path
 
 import pytest
@@ -14,8 +12,6 @@ import torch
 from farflung.config import environ
 from farflung.launch.codes import FAILED
 from farflung.launch.network import get_free_port
-
-EXAMPLES = Path(__file__).parents[2] / "examples"
 
 # The loop that Accelerate's users have, with an evaluation after each epoch and the usual `break`.
 SCRIPT = """
@@ -83,14 +79,6 @@ def test_flags_or_a_file_with_variables_turn_a_plain_script_into_the_same_run(fa
     with environ.patched({"FARFLUNG_OUTER_ROUNDS": "200", "FARFLUNG_OUTER_CODEC": "bf16"}):
         forked(*two, "--config_file", "outer.yaml", "train.py")
     assert all((home / f"rank{rank}.bin").read_bytes() == first for rank in (0, 1))
-
-
-def test_a_tutorial_for_plain_data_parallelism_runs_as_one_of_replicas(forked, home):
-    shutil.copy(EXAMPLES / "local_sgd" / "accelerated.py", home / "accelerated.py")
-    flags = ("--outer", "streaming_diloco", "--outer_every", "8", "--outer_fragments", "2", "--outer_rounds", "8")
-    printed = forked("--cpu", "--num_processes", "2", *flags, "accelerated.py")
-    (accuracy,) = re.findall(r"^([\d.]+)%", printed, re.MULTILINE)
-    assert float(accuracy) > 80
 
 
 IDLE = """
@@ -207,9 +195,8 @@ def test_scripts_that_know_nothing_of_farflung_train_with_an_outer_loop(script, 
     assert all(other == first for other in others)
 
 
-@pytest.mark.parametrize("end", ["", "import sys; sys.exit(0)"])
-def test_the_end_of_a_script_flushes(end, forked, home):
-    (home / "train.py").write_text(PLAIN.partition("END")[0] + end)
+def test_the_end_of_a_script_flushes(forked, home):
+    (home / "train.py").write_text(PLAIN.partition("END")[0])
     forked("--cpu", "--num_processes", "2", "--outer", "diloco", "--outer-every", "4", "--run-dir", "run", "train.py")
     assert [one["step"] for one in rows(home)] == [4, 6]
 

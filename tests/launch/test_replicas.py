@@ -37,29 +37,6 @@ with OuterLoop(model, diloco(2), membership=launched_membership()) as outer:
         Path("at").write_text(str(outer.position))
 time.sleep(float(sys.argv[1]) if sys.argv[1:] else 0)
 """
-UNCHANGED = {
-    "DDP": """
-import os, torch, torch.distributed as dist
-assert {"RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"} <= os.environ.keys()  # frameworks want all or none
-dist.init_process_group("gloo")
-model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(4, 1))
-optimizer, backward = torch.optim.SGD(model.parameters(), lr=0.01), torch.Tensor.backward
-""",
-    "Accelerator": """
-import torch
-from farflung import Accelerator
-accelerator, model = Accelerator(), torch.nn.Linear(4, 1)
-model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.01))
-backward = accelerator.backward
-""",
-}
-STEPS = """
-torch.seed()  # each replica draws batches of its own
-for _ in range(16):
-    backward(model(torch.randn(8, 4)).sum())
-    optimizer.step()
-    optimizer.zero_grad()
-"""
 RESUMES = """
 import json, os, sys, torch
 from pathlib import Path
@@ -97,31 +74,6 @@ while not last:
     model(torch.randn(8, 4)).sum().backward()
     optimizer.step()
     optimizer.zero_grad()
-"""
-SAMPLED = """
-import os, torch, torch.distributed as dist
-from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
-dist.init_process_group("gloo")
-torch.manual_seed(0)
-x = torch.randn(96, 4)
-data = TensorDataset(torch.arange(96), x)
-model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(4, 1))
-optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-sampler, among_all = DistributedSampler(data, seed=1), DistributedSampler(data, shuffle=False)
-loader, evaluation = DataLoader(data, 2, sampler=sampler), DataLoader(data, 8, sampler=among_all)
-assert (len(loader), len(evaluation)) == (24, 12)
-seen = open(f"seen{os.getpid()}", "w")
-for epoch in range(2):
-    sampler.set_epoch(epoch)
-    model.train()
-    for indices, inputs in loader:
-        model(inputs).square().mean().backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        print(epoch, *indices.tolist(), file=seen)
-    model.eval()
-    assert sum(len(inputs) for _, inputs in evaluation) == 96
-seen.close()
 """
 DILOCO = ["--outer", "diloco", "--outer-every", "4"]
 
@@ -233,31 +185,6 @@ def test_a_run_whose_launcher_and_replicas_were_all_killed_goes_on_with_the_same
         until(lambda: position(home) > int(found[1]) + 10)
         (home / "last").write_text("1")
         assert again.ended() == 0
-
-
-@pytest.mark.parametrize("kind", UNCHANGED)
-@pytest.mark.usefixtures("warm")
-def test_scripts_that_know_nothing_of_it_train_with_the_others(farflung, home, kind):
-    (home / "train.py").write_text(UNCHANGED[kind] + STEPS)
-    farflung("launch", "--cpu", "--elastic", "2:2", *DILOCO, "--run-dir", "run", "train.py", code=0)
-    rounds = [json.loads(line) for line in (home / "run" / "rounds.jsonl").read_text().splitlines()]
-    one, other = members = sorted({row["member"] for row in rounds})
-    steps = [(member, step) for member in (one, other) for step in (4, 8, 12, 16)]
-    assert sorted((row["member"], row["step"]) for row in rounds) == steps
-    assert all(sorted(row["members"]) == members for row in rounds)
-
-
-@pytest.mark.usefixtures("warm")
-def test_a_sampler_of_an_unchanged_ddp_script_hands_out_each_epoch_once(farflung, home):
-    (home / "train.py").write_text(SAMPLED)
-    done = farflung("launch", "--cpu", "--elastic", "2:2", *DILOCO, "train.py", code=0)
-    one, other = (file.read_text().splitlines() for file in home.glob("seen*"))
-    assert "ended with exit code" not in done.stderr
-    assert one
-    assert other
-    for epoch in "01":
-        indices = [number for line in one + other if line[0] == epoch for number in line.split()[1:]]
-        assert sorted(map(int, indices)) == list(range(96))
 
 
 @pytest.mark.usefixtures("warm")

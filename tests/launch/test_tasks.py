@@ -11,12 +11,21 @@ import pytest
 from farflung.config import environ
 from farflung.launch.network import get_free_port
 from farflung.testing.patience import patience
-from tests.launch.test_replicas import STEPS, UNCHANGED
 from tests.launch.test_run import CONNECTED, seen_by
 
 SLURM = {"SLURM_NTASKS": "2", "SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_NUM_NODES": "2", "SLURM_PROCID": "{}"}
 SLURM |= {"SLURM_NODEID": "{}", "SLURM_STEP_NODELIST": "localhost,other[1-2]"}
 OPEN_MPI = {"OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_RANK": "{}", "OMPI_COMM_WORLD_LOCAL_SIZE": "1"}
+TRAINS = """
+import os, torch
+assert {"RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"} <= os.environ.keys()  # frameworks want all or none
+from farflung import Accelerator
+accelerator, model = Accelerator(), torch.nn.Linear(4, 1)
+model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.01))
+for _ in range(16):
+    accelerator.backward(model(torch.randn(8, 4)).sum())
+    optimizer.step()
+"""
 PET = {"PET_NNODES": "2", "PET_NODE_RANK": "{}", "PET_RDZV_ENDPOINT": "127.0.0.1:PORT"}
 
 
@@ -57,7 +66,7 @@ def test_two_tasks_of_two_ranks_are_one_world_of_four(variables, flags, source, 
 
 @pytest.mark.usefixtures("warm")
 def test_two_elastic_tasks_are_replicas_of_one_run(home):
-    (home / "train.py").write_text(UNCHANGED["Accelerator"] + STEPS)
+    (home / "train.py").write_text(TRAINS)
     (first, said), (second, _) = run_tasks(SLURM, "--elastic", "2:4", "--outer", "diloco", "--outer_every", "2")
     assert (first, second) == (0, 0)
     assert "training begins with 2 replicas" in said
