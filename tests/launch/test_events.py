@@ -112,12 +112,11 @@ if os.environ["RANK"] in sys.argv[1:]:
 
 
 @pytest.mark.usefixtures("warm")
-@pytest.mark.parametrize("ranks", ["0", "0,2", "1"])
-def test_only_the_ranks_that_are_asked_for_are_shown_and_failures_of_all(ranks, farflung, home):
+def test_only_the_ranks_that_are_asked_for_are_shown_and_failures_of_all(farflung, home):
     (home / "train.py").write_text(PRINTS)
-    done = farflung("launch", "--cpu", "--num_processes", "3", "--only-rank", ranks, "train.py", code=DONE)
+    done = farflung("launch", "--cpu", "--num_processes", "3", "--only-rank", "0,2", "train.py", code=DONE)
     for stream in (done.stdout, done.stderr):
-        assert {line[5] for line in stream.splitlines()} == {*ranks.split(",")}
+        assert {line[5] for line in stream.splitlines()} == {"0", "2"}
     failed = farflung("launch", "--cpu", "--num_processes", "2", "--only-rank", "0", "train.py", "1", code=FAILED)
     assert "rank 1 failed" in failed.stderr
     assert "ValueError: bad value" in failed.stderr

@@ -148,33 +148,6 @@ torch.save([one.tolist() for one in model.parameters()], f"rank{os.environ['RANK
 """
 
 
-SAVES_ON_THE_MAIN_PROCESS = """
-import torch
-from farflung import Accelerator
-accelerator, model = Accelerator(), torch.nn.Linear(4, 2)
-model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
-for step in range(1, 5):
-    with accelerator.accumulate(model):
-        accelerator.backward(model(torch.randn(8, 4)).square().mean())
-        optimizer.step(); optimizer.zero_grad()
-    if accelerator.sync_gradients and accelerator.is_main_process and step % 2 == 0:
-        accelerator.save_state(f"checkpoint-{step}")
-    accelerator.log({"loss": 1.0}, step=step)
-accelerator.wait_for_everyone()
-if accelerator.is_main_process:
-    torch.save(accelerator.unwrap_model(model).state_dict(), "model.bin")
-accelerator.end_training()
-"""
-
-
-def test_a_script_that_saves_on_its_main_process_trains_to_its_end(forked, home):
-    (home / "train.py").write_text(SAVES_ON_THE_MAIN_PROCESS)
-    printed = forked("--cpu", "--num_processes", "2", "train.py")
-    assert printed.count("rank 0 saved to checkpoint-2 alone: it lacks the random states") == 1
-    assert (home / "checkpoint-4" / "model.safetensors").exists()
-    assert (home / "model.bin").exists()
-
-
 @pytest.mark.parametrize(
     ("script", "ranks"),
     [(DESTROYS := PLAIN.replace("END", "dist.destroy_process_group()"), 2), (HUGGING, 2), (DESTROYS, 4)],
