@@ -200,7 +200,6 @@ RUNS = st.builds(
 )
 
 
-@settings(max_examples=50)
 @given(RUNS, st.integers(1, 20_000))
 def test_rounds_are_ten_at_least_and_late_by_a_quarter_of_their_interval_at_most(run, steps):
     rows = Rows(run, steps).chosen

@@ -325,8 +325,10 @@ ASIDE = "Each replica of --elastic is a process group of its own, so what a scri
         (["group"], "diloco", f"trains 2 parameters which no DDP model has, .*DistributedDataParallel. {ASIDE}"),
     ],
 )
-def test_a_replica_whose_model_no_loop_has_is_told_at_its_first_step(words, recipe, said, monkeypatch, home):
+def test_a_replica_whose_model_no_loop_has_is_told_at_its_first_step(words, recipe, said, monkeypatch, home, request):
     """And one whose script will open a loop is not."""
+    if recipe:  # without one the rank waits for torch to be loaded
+        request.getfixturevalue("warm")
     (home / "train.py").write_text(OWN)
     monkeypatch.setenv("FARFLUNG_OUTER_RECIPE", recipe)
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")

@@ -168,6 +168,7 @@ def test_answers_that_end_before_the_questions_are_said_to(home, capsys, monkeyp
     assert not (home / ".config").exists()
 
 
+@pytest.mark.usefixtures("warm")
 @pytest.mark.parametrize(
     ("module", "words", "code"),
     [
