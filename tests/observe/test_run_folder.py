@@ -168,15 +168,6 @@ def test_where_no_folder_can_be_none_is_made_and_a_line_says_so(farflung, home, 
     assert "run_dir is 'farflung-runs', but the run's folder" in done.stderr
 
 
-def test_what_takes_longer_than_the_start_of_a_lone_script_is_added_beside_it(farflung, home):
-    (home / "train.py").write_text("print('trained')")
-    farflung("launch", "--cpu", "--run-dir", "here", "train.py", code=0)
-    facts = until(lambda: (found := json.loads((home / "here" / "run.json").read_text())).get("versions") and found)
-    assert facts["versions"].keys() == {"python", "farflung", "torch"}
-    assert facts["script"] == "train.py"
-    assert (home / "here" / "logs" / "rank0.log").read_text().endswith(" trained\n")
-
-
 def test_the_facts_of_a_run_say_what_was_started_where_and_from_which_commit(home, monkeypatch):
     def begun(world):
         made = folder.make_folder(resolve({}), "code/train.py", ["--lr"], world)
@@ -211,14 +202,6 @@ def test_what_tee_writes_is_in_the_folder_of_the_run_unless_another_is_named(tmp
 
     assert place(tee="3") == str(tmp_path / "logs")
     assert (place(tee="3", log_dir="a"), place(), place(None, tee="3")) == ("a", None, None)
-
-
-def test_what_comes_late_does_not_replace_the_facts_of_the_next_run_in_the_folder(tmp_path):
-    for begun in (1.0, 2.0):
-        folder._write(tmp_path, {"started": begun})
-        folder._complete(tmp_path, {"started": 1.0}, "train.py")
-        facts = json.loads((tmp_path / "run.json").read_text())
-        assert (facts["started"], "versions" in facts) == (begun, begun == 1.0)
 
 
 def test_numbers_that_json_has_no_word_for_and_bars_do_not_spoil_lines(tmp_path, monkeypatch, capsys):

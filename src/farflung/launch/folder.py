@@ -9,7 +9,7 @@ import platform
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from itertools import count
@@ -73,14 +73,11 @@ class RunFolder(Sink):
         add_lines(self.path / EVENTS, [row])
 
 
-def make_folder(
-    resolved: Resolved, script: str, arguments: Sequence[str], world: Mapping[str, Any], is_lone: bool = False
-) -> RunFolder:
+def make_folder(resolved: Resolved, script: str, arguments: Sequence[str], world: Mapping[str, Any]) -> RunFolder:
     """Make the folder that the settings ask for and write how the run was started; point `latest` at it.
 
     Args:
         world: how many processes or replicas there are, and on which machine these are.
-        is_lone: the script is about to take the place of this process, so what takes longer is left to another one.
 
     Raises:
         ConfigError: the folder that was named can't be written. If none was named, a line says so instead.
@@ -98,9 +95,8 @@ def make_folder(
         if launcher is not None and (path / SUBMITTED).exists():
             return made
         facts = _facts(resolved, script, arguments, world)
-        _write(path, facts if is_lone else facts | _environment(script))
-        if is_lone:
-            _beside(lambda: _complete(path, facts, script))
+        with atomic_file(path / FACTS) as part:
+            part.write_text(json.dumps(facts, indent=1), encoding="utf-8")
         if not settings.run_dir:
             _point(path.parent / LATEST, path.name)
     except OSError as error:
@@ -110,32 +106,6 @@ def make_folder(
         tell(f"farflung: {problem}, so there is none; --run-dir names another place")
         return RunFolder(None)
     return made
-
-
-def _write(path: Path, facts: Mapping[str, Any]) -> None:
-    with atomic_file(path / FACTS) as part:
-        part.write_text(json.dumps(facts, indent=1), encoding="utf-8")
-
-
-def _complete(path: Path, facts: Mapping[str, Any], script: str) -> None:
-    """Add what takes longer, unless another run has begun in the folder meanwhile."""
-    complete = {**facts, **_environment(script)}
-    if json.loads((path / FACTS).read_text(encoding="utf-8"))["started"] == facts["started"]:
-        _write(path, complete)
-
-
-def _beside(act: Callable[[], None]) -> None:
-    """Do something in a process of its own, which is no child of this one when it becomes another program."""
-    if child := os.fork():
-        os.waitpid(child, 0)
-        return
-    with suppress(BaseException):  # nobody would hear of it
-        if os.fork() == 0:
-            nowhere = os.open(os.devnull, os.O_RDWR)
-            for stream in range(3):  # whoever reads what the script prints does not wait for this
-                os.dup2(nowhere, stream)
-            act()
-    os._exit(0)
 
 
 def _new(runs: Path, name: str) -> Path:
@@ -171,12 +141,6 @@ def _facts(resolved: Resolved, script: str, arguments: Sequence[str], world: Map
         **this_process(),
         "world": dict(world),
         "settings": {name: {"value": value, "from": origin} for name, value, origin in resolved.rows()},
-    }
-
-
-def _environment(script: str) -> dict[str, Any]:
-    """Return what takes longer than to start a script: versions, and the commit of its repository."""
-    return {
         "versions": {"python": platform.python_version()}
         | {name: installed_version(name) or None for name in ("farflung", "torch")},
         "system": platform.platform(),

@@ -72,7 +72,7 @@ def launch_script(resolved: Resolved, script: Script) -> int:
         if not starter.is_lone:
             allow_connections()
         started = starter.prepare()
-        folder = make_folder(resolved, script.name, script.arguments, started, starter.is_lone)
+        folder = make_folder(resolved, script.name, script.arguments, started)
         EVENTS.addHandler(folder)
         record(Kind.STARTED, **started)
         code = INTERRUPTED
