@@ -246,17 +246,16 @@ def test_modules_and_programs_are_started_too(farflung, home):
     assert farflung("launch", "--cpu", "--no_python", "sh", "-c", "exit 7").returncode == 7
 
 
-@pytest.mark.parametrize("flags", [(), ("--run_dir", "run"), ("--num_processes", "2", "--run_dir", "run")])
+@pytest.mark.parametrize("flags", [(), ("--num_processes", "2")])
 def test_what_the_system_refuses_to_start_is_answered_by_a_sentence(flags, farflung, home):
     (home / "run.sh").write_text("echo trained\n")
     (home / "run.sh").chmod(0o755)
-    done = farflung("launch", "--cpu", *flags, "--no_python", "./run.sh")
+    done = farflung("launch", "--cpu", *flags, "--run_dir", "run", "--no_python", "./run.sh")
     assert done.returncode == ENGINE
     assert "EngineFailure: The system refused what the run needs: [Errno 8] Exec format error" in done.stderr
     assert "must begin with a line such as #!/bin/sh" in done.stderr
     assert "Traceback" not in done.stderr
-    if flags:
-        assert ObservedRun(home / "run").state == "failed (5)"
+    assert ObservedRun(home / "run").state == "failed (5)"
 
 
 def test_a_run_that_the_system_refuses_is_no_interrupt(home, monkeypatch, capsys):
