@@ -25,13 +25,13 @@ from farflung.base.lazy import LazyModule
 from farflung.comm.threads import await_gloo
 from farflung.config import environ
 from farflung.hosts.rounds import record_rounds
+from farflung.hosts.trainer_log import keep_trainer_logs
 from farflung.launch.codes import ENGINE, refused
 from farflung.process.failure import PREEMPTED, has_note, has_report, record_exit, record_failure
 from farflung.process.heard import record_signals
 from farflung.process.place import Place
 from farflung.process.run_files import Metrics, lossy, recorded
 from farflung.process.tether import end_with_launcher
-from farflung.process.trainer_log import keep_trainer_logs
 
 if TYPE_CHECKING:
     from farflung.data import slots

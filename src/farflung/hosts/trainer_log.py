@@ -3,13 +3,13 @@
 
 from __future__ import annotations
 
-import functools
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from importlib.machinery import ModuleSpec, PathFinder
 from types import ModuleType
 from typing import Any
 
+from farflung.hosts.patching import around
 from farflung.process.run_files import Metrics
 
 _TRAINER = "transformers.trainer"
@@ -24,17 +24,13 @@ def keep_trainer_logs(metrics: Metrics) -> None:
 
 
 def _watch(metrics: Metrics, module: ModuleType) -> None:
-    trainer: Any = getattr(module, "Trainer", None)
-    if trainer is None:
-        return
-    log = trainer.log
+    def kept(log: Callable[..., Any], trainer: Any, logs: dict[str, Any], *args: Any, **more: Any) -> Any:
+        if trainer.is_world_process_zero():
+            metrics.add(logs, trainer.state.global_step)
+        return log(trainer, logs, *args, **more)
 
-    def kept(self: Any, logs: dict[str, Any], *args: Any, **more: Any) -> Any:
-        if self.is_world_process_zero():
-            metrics.add(logs, self.state.global_step)
-        return log(self, logs, *args, **more)
-
-    trainer.log = functools.update_wrapper(kept, log)
+    if hasattr(module, "Trainer"):
+        around(module.Trainer, "log", kept)
 
 
 class _Watcher:  # no MetaPathFinder: `importlib.abc` takes longer to load than the rest of a rank's start
