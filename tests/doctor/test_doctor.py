@@ -24,7 +24,7 @@ from farflung.launch.main import farflung
 from farflung.launch.network import get_free_port
 from farflung.testing.patience import patience
 from tests.launch.machines import ADDRESSES, DEVICE, Machines, two_machines
-from tests.python import call_farflung, run_farflung
+from tests.python import call_farflung
 
 PAGE = (Path(__file__).parents[2] / "docs" / "doctor.md").read_text(encoding="utf-8")
 ONE_MACHINE, TWO_MACHINES = re.findall(r"^```text\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL)
@@ -113,7 +113,7 @@ def test_alone_it_finds_what_a_machine_is(home):
 
 
 def test_it_needs_no_flag_and_says_what_it_does_not_know(home):
-    printed = run_farflung("doctor", code=None).stdout
+    printed = doctor()
     assert "not known: whether NTP keeps it" in printed
     assert "not known: run it on each machine" in printed
     assert "What to do:" in printed
