@@ -22,6 +22,12 @@ from tests.integrations.takeover import installed, is_the_same
 DATA = TensorDataset(torch.zeros(8, 4))
 
 
+@pytest.fixture(autouse=True)
+def no_torchdata(monkeypatch):
+    """Its loaders, whose class would stay changed after the test."""
+    monkeypatch.delitem(sys.modules, "torchdata.stateful_dataloader", raising=False)
+
+
 def lightning(put=sys.modules.__setitem__):
     """The parts of Lightning that are followed, put among the loaded modules."""
 
@@ -125,7 +131,7 @@ def test_lightning_is_told_no_length_that_is_only_planned(monkeypatch):
     *_, data = lightning(lambda name, one: monkeypatch.setitem(sys.modules, name, one))
     planned, known = DistributedSampler(DATA, 1, 0), DistributedSampler(DATA, 1, 0, shuffle=False)
     loaders = [DataLoader(DATA, 2, sampler=sampler) for sampler in (planned, known)]
-    training = SimpleNamespace(is_planned=lambda sampler: sampler is planned, read_ahead=set())
+    training = SimpleNamespace(is_planned=lambda sampler: sampler is planned, read_ahead=set(), iterate=None)
     for _ in range(2):  # as each DDP model calls it
         frameworks.follow_frameworks(lambda **_: None, lambda: False, training)
     combined = [SimpleNamespace(flattened=[loader], __len__=None) for loader in loaders]
@@ -134,7 +140,7 @@ def test_lightning_is_told_no_length_that_is_only_planned(monkeypatch):
     assert training.read_ahead == {planned}
 
 
-EVERY_LENGTH_IS_PLANNED = SimpleNamespace(is_planned=lambda sampler: True)
+EVERY_LENGTH_IS_PLANNED = SimpleNamespace(is_planned=lambda sampler: True, iterate=None)
 
 
 class UnevenLoader(DataLoader):
