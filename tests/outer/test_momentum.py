@@ -63,6 +63,13 @@ def test_it_grows_to_the_largest_one_that_is_chosen_and_all_must_choose_the_same
         diloco(8, momentum=0.5, max_momentum=0.8)
     with pytest.raises(ConfigError, match="max_momentum is 1"):
         diloco(8, max_momentum=1)
+    assert optimizer(max_momentum=0).param_groups[0]["nesterov"] is False  # plain averages, as momentum=0
+
+
+@pytest.mark.parametrize("every", [None, 0, -8])
+def test_it_needs_an_interval_also_where_rounds_are_by_time(every):
+    with pytest.raises(ConfigError, match=f"every is {every}"):
+        diloco(every, seconds=60.0)
 
 
 @pytest.mark.parametrize("nesterov", [True, False])
@@ -97,7 +104,7 @@ def made(name, **options):
 
 def test_a_run_of_few_rounds_is_warned_of_and_a_longer_one_is_not():
     short = OuterConfig("diloco", steps=319)
-    with pytest.warns(UserWarning, match="319 steps make 9 rounds of 32.* rounds of 15 make twenty"):
+    with pytest.warns(UserWarning, match="319 steps make 9 rounds of 32.* rounds of 15 make 21"):
         recipe_of(short, local_size=1)
     with pytest.warns(UserWarning, match="32 steps make 1 round of 32"):
         made("diloco", steps=32)
@@ -118,7 +125,7 @@ def test_a_recipe_says_of_itself_whether_a_run_is_short():
     assert "79 steps make 9 rounds of 8" in local_sgd(8).few_rounds(79)
     warmed = post_local_sgd(100, 8)
     assert "99 steps make 0 rounds of 8" in warmed.few_rounds(99)
-    assert re.match("109 steps make 1 round of 8.*: rounds of 1 make twenty", warmed.few_rounds(109))
+    assert re.match("109 steps make 1 round of 8.*: rounds of 1 make 9", warmed.few_rounds(109))
 
 
 def test_a_recipe_advises_against_a_large_momentum_for_adapters_in_short_rounds_alone():

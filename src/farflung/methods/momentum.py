@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from farflung.base.checks import check_flag, check_number
+from farflung.base.checks import check_flag, check_number, check_whole
 from farflung.base.errors import ConfigError
 
 LARGEST = 0.9
@@ -96,6 +96,7 @@ class OuterSGD:
     largest: float | None = None
 
     def __post_init__(self) -> None:
+        check_whole("every", self.every, least=1)
         if self.lr is not None:
             check_number("lr", self.lr, above=0)
         if self.momentum is not None:
@@ -119,7 +120,7 @@ class OuterSGD:
                 "delay": delay_of(self.every) / self.sooner,
                 "largest": largest,
                 "lr": lr,
-                "nesterov": self.nesterov,
+                "nesterov": self.nesterov and largest > 0,
             }
         return {"lr": lr, "momentum": self.momentum, "nesterov": self.nesterov and self.momentum > 0}
 

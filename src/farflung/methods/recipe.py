@@ -274,9 +274,10 @@ class Recipe:
         trained = max(0, steps - self.warmup)
         if self.every is None or trained >= FEW_ROUNDS * self.every:
             return ""
+        shorter = max(1, trained // (2 * FEW_ROUNDS))
         return (
             f"{counted(steps, 'step')} make {counted(trained // self.every, 'round')} of {self.every}. Replicas that "
-            f"meet so seldom hardly train together: rounds of {max(1, trained // (2 * FEW_ROUNDS))} make twenty."
+            f"meet so seldom hardly train together: rounds of {shorter} make {trained // shorter}."
         )
 
     @property
