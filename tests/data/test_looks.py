@@ -51,7 +51,7 @@ class Plain(Prepared):
         return DataLoader(loader.dataset, batch_size=2, sampler=sampler, num_workers=loader.num_workers)
 
     def batches(self):
-        return self.data._iterate(DataLoader.__iter__, self.loader)
+        return self.data.iterate(DataLoader.__iter__, self.loader)
 
 
 @pytest.fixture(params=[Prepared, Plain])

@@ -270,7 +270,7 @@ class Launcher:
         return _Replica(name, member, process, report, SignalForwarder(self._reports.glob))
 
     def _not_started(self, name: str, member: int, how: str) -> None:
-        """Start a replica again in a while, if it may be; the others go on meanwhile."""
+        """Start a replica again in a while, if it may be; the others continue meanwhile."""
         self._note_end(member, FAILED, how)
         del self._supervisor.due[name]
         if not self._supervisor.restart(name, how):
