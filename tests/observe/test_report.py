@@ -158,15 +158,6 @@ def test_hours_of_ranks_that_were_restarted_in_place_count_from_the_start_of_the
     assert found.usd == pytest.approx(2.0 * found.replica_hours)
 
 
-@pytest.mark.parametrize("by_epoch", [False, True])
-def test_without_rounds_the_bytes_of_a_curve_are_those_of_the_steps_made_whatever_number_a_script_logs(by_epoch, ddp):
-    rows = [{"time": T0 + 5 + 24 * k, "rank": 0, "step": k if by_epoch else 25 * k} for k in range(5)]
-    write_lines(ddp.path / "metrics.jsonl", [row | {"values": {"loss": 1.0}} for row in rows])
-    found = data_of(run := ObservedRun(ddp.path), figures(run))["curves"]["loss"]
-    assert found["step"] == [row["step"] for row in rows]
-    assert found["bytes"] == pytest.approx([4e6 * 25 * k for k in range(5)])
-
-
 @pytest.mark.usefixtures("warm")
 def test_of_two_launched_runs_the_folders_alone_tell_what_an_outer_loop_saves(farflung, home):
     (home / "train.py").write_text(TRAINS)

@@ -140,9 +140,7 @@ def _curve(
     k, sent_by = 0, list[float | None]()
     sizes = accumulate(point.size for point in curve.points)  # of points that stand for several
     steps = [size - 1 if point.step is None else point.step for size, point in zip(sizes, curve.points, strict=True)]
-    made = [run.steps_by(run.ranks[0].row, point.time) for point in curve.points] if each and run.ranks else steps
-    made = made if made and steps[-1] + 1 < made[-1] / 2 else steps  # scripts may log a number of epochs as the step
-    for point, step in zip(curve.points, made, strict=True):
+    for point, step in zip(curve.points, steps, strict=True):
         while k < len(own) and own[k].time <= point.time:
             k += 1
         by_rounds = sent[k - 1] if k else 0

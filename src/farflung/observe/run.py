@@ -7,7 +7,6 @@ import time
 from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import pairwise
 from math import inf
 from pathlib import Path
 from typing import Any
@@ -275,16 +274,6 @@ class ObservedRun:
         """Return how many steps the rank of a sign has made by when; None if that is not known."""
         steps = self._steps.get(name_of(row))
         return steps if steps is not None and steps.life == self._life_of(row) else None
-
-    def steps_by(self, row: Row, moment: float) -> float:
-        """Return about how many steps the rank of a sign had made by a moment."""
-        lines, models = self.steps_of(row), self.models.get(row.get("member"))
-        known = () if lines is None else (lines.first, *lines.latest)
-        marks = [(models[0].time if models else row["begun"], 0), *((one["time"], one["step"]) for one in known)]
-        for (t0, before), (t1, then) in pairwise(sorted([*marks, (row["time"], row["step"])])):
-            if moment <= t1:
-                return float(before + (then - before) * max(0.0, moment - t0) / max(t1 - t0, 1e-9))
-        return float(row["step"])
 
     def _rate(self, row: Row) -> float:
         """Return the steps a second: since the latest line that is some seconds older than the sign."""
