@@ -190,8 +190,10 @@ def table(lines: list[dict[str, Any]]) -> list[str]:
     for line in lines[lines.index(free_runs[0]) + 1 :]:
         for method, figures in line["figures"].items() if "megabits" in line else ():
             found = by_rate.setdefault(line["megabits"], {})
-            before = found.get(method, figures)
-            found[method] = min(before, figures, key=lambda one: one["seconds"]) if method != AUTO else figures
+            if method != AUTO:
+                found[method] = min(found.get(method, figures), figures, key=lambda one: one["seconds"])
+            elif figures["losses"]:
+                found[method] = figures
             if figures["losses"]:
                 efficiency[method] = efficiency_of(figures["losses"], curves)
     alone_s = min(methods[NONE]["seconds"] for methods in by_rate.values() if NONE in methods)

@@ -199,9 +199,9 @@ def test_a_link_to_the_newest_run_that_can_not_be_renewed_is_removed(home, monke
 def test_into_a_pipe_it_is_printed_once_whatever_its_encoding_and_colours(home, monkeypatch):
     monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(written := io.BytesIO(), "latin-1"))
     monkeypatch.setattr("farflung.observe.watch.follow", None)
-    monkeypatch.setattr("farflung.observe.watch._SIGN_S", 0.0)
     monkeypatch.setenv("FORCE_COLOR", "1")
     write_run(home / "run", [sign(1, 8, 190)])
+    add_lines(home / "run" / "events.jsonl", {"time": T0 + 200, "event": "ended", "code": 0})
     assert call_farflung("watch", str(home / "run")) == 0
     assert rb"\u25a0" in written.getvalue()
 

@@ -371,7 +371,7 @@ def test_a_lone_replica_that_is_asked_to_end_or_fails_leaves_its_newest_state(tm
     outer._quorum.membership.saver._every = 100  # so that no other state is due
     step(outer, 7 if act == "end" else 9)
     leave(outer) if act == "end" else outer.__exit__(act, act("a test"), None)
-    why = "it was asked to end, and did so after a round" if act == "end" else "its loop has ended"
+    why = "was asked to end, and did so after a round" if act == "end" else "its loop has ended"
     assert LauncherNotes(transport_at(address).board).why_left(member) == why
     again, _ = trained(address, recipe, 0)
     assert again.position == (11 if act == "end" else 12)
@@ -616,7 +616,7 @@ def test_ranks_that_are_asked_to_end_leave_their_replica_at_one_step_with_its_st
     assert 130 <= position < 5000
     assert next(one.position for one in SavedStates(notes.board.part("loop1")).newest()) == position
     assert same(pulled(address, tmp_path), weights)
-    assert notes.why_left(member) == "it was asked to end, and did so after a round"
+    assert notes.why_left(member) == "was asked to end, and did so after a round"
 
 
 def failing_in_shards(address, failing):

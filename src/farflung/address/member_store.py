@@ -19,7 +19,7 @@ from farflung.base.events import Event, Kind
 from farflung.base.words import in_seconds
 
 DONE, LATE = "done", "too late"  # why a member has left: its work is done, or that of the others was before it came
-ASKED = "it was asked to end, and did so after a round"
+ASKED = "was asked to end, and did so after a round"
 _HEARTBEATS_LOST, _LEAST_LOST_S = 2.5, 2.5  # intervals without a heartbeat of a launcher; minimum in seconds
 _OF_QUESTION = re.compile(r"(\d+)\.(\d+)")
 _OF_GENERATION = re.compile(r"g(\d+)/")

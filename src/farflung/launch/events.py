@@ -66,7 +66,7 @@ def showing_ranks(screen: Screen, folder: RunFolder) -> Iterator[None]:
         return 0.0
 
     lines = Lines(folder.path / EVENTS_FILE, take)
-    lines.look()  # what is there already is of runs before, whatever the clock is set to later
+    lines.look()  # pass over the events of earlier runs
     is_begun = True
 
     def follow() -> None:

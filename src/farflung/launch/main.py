@@ -41,7 +41,7 @@ COMMANDS = {
     "demo": ("farflung.demo.command:demo", "Train a small GPT in six ways and compare their costs."),
 }
 
-# What the system says of a path that a user has named.
+# Errors of the operating system about a path, which are a wrong use.
 _REFUSED = (errno.ENAMETOOLONG, errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOSPC, errno.EDQUOT)
 ALIASES = {"estimate-memory": "estimate"}  # Accelerate's names of commands that have another one here
 # Accelerate's commands that have no counterpart of their name -> what to do instead.

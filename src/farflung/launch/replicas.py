@@ -286,7 +286,7 @@ class Launcher:
         name = replica.name
         how = f"was killed by {name_of(-code)}" if code < 0 else f"ended with exit code {code}"
         was_in, left = self._note_end(replica.member, code, how)
-        how = left.removeprefix("it ") if left == member_store.ASKED else how
+        how = left if left == member_store.ASKED else how
         if code == 0:
             self._has_finished = True
             if not was_in:

@@ -210,8 +210,8 @@ def facts_of(row: Any) -> tuple[dict[str, Any], list[str]]:
     if type(row) is not dict:
         raise ValueError("it is no JSON object")
     facts: dict[str, Any] = {"script": "(unknown script)", "arguments": [], "started": 0.0, "host": "(unknown host)"}
-    facts |= {"pid": 0, "world": {}, "settings": {}, "versions": {}, "git": None, "identity": None}
-    facts["container"] = None
+    facts |= {"pid": 0, "world": {}, "settings": {}, "versions": {}}
+    facts |= dict.fromkeys(("git", "identity", "container"))
     odd = []
     for name in facts.keys() & {name for name, value in row.items() if value is not None}:
         try:

@@ -329,7 +329,7 @@ class OuterLoop:
 
     @contextmanager
     def synced(self, module: nn.Module | None = None) -> Iterator[None]:
-        """Put the weights to evaluate into the model, or a `module` of it; then restore those that this rank trains.
+        """Put the weights to evaluate into the model, or into its part `module`; afterwards restore this rank's own.
 
         They are the anchor, with the buffers of its round; under Nesterov momentum, the slow weights that the anchor is
         a step ahead of. With a common anchor nothing is sent, nor in a warm-up, when the weights themselves are common.
